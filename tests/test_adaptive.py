@@ -90,6 +90,7 @@ def exact_ratio(likelihood, params, changes, batch):
         return float(ratio(*wide, (np.asarray(batch[0], np.float64), np.asarray(batch[1]))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_ratio_is_that_of_explicit_jacobians(likelihood):
     loss, batch, params = loss_of(likelihood), examples(), initial()
@@ -127,6 +128,7 @@ def two_marks(w, batch, rows=2, factor=5.0):
     return inside + factor * squares(edge).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("loss", [vectors, tokens, sequences, two_marks])
 def test_ratio_of_least_squares_is_one(loss, devices):
@@ -158,6 +160,7 @@ def test_ratio_of_least_squares_is_one(loss, devices):
     np.testing.assert_allclose(damping, 10 * 0.95**3, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_number_of_examples_that_is_not_clear():
     """The message names what takes it, and giving it there helps."""
     w, batch = jnp.zeros((D, 3)), (normal(0, 32, 8, D, dtype=np.float32), normal(1, 32, 8, 3, dtype=np.float32))
@@ -236,6 +239,7 @@ def test_bounds():
         assert float(state.next_damping) == np.float32(expected)
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_finite():
     params, batch = initial(), examples()
 
@@ -273,6 +277,7 @@ def trajectory(step, tx, params, batch, steps=2):
     return params, state
 
 
+@pytest.mark.slow
 def test_kfac_with_it():
     """The damping reaches the inverses, and the log."""
     loss, batch = loss_of(), examples()
@@ -320,6 +325,7 @@ def on_one_device():
 
 
 # Without the check of axes that vary, autodiff does under shard_map what it does under pmap.
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["shard_map", slow("unchecked shard_map"), slow("pmap")])
 def test_devices(mapped):
     """What four devices measure together is what one measures."""

@@ -161,6 +161,7 @@ def test_the_same_four_lines(inverse, name, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
 def test_one_call_over_a_mesh(kind, x64):
     step = kfac.train_step(loss_fn, 0.05, inverse_every=3)
@@ -178,6 +179,7 @@ def test_one_call_over_a_mesh(kind, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["data", None])
 def test_pmap_without_a_word_is_refused(inside, name, x64):
@@ -210,6 +212,7 @@ def test_a_mesh_without_its_word():
         kfac.Distribution(mesh_of())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [None, slow(kfac.Cholesky())])
 def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
     """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
@@ -247,6 +250,7 @@ def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_moments_where_a_piece_has_the_shape_of_a_whole_layer(x64):
     params = {"whole": {"w": normal(0, 6, 6) / 3, "b": jnp.zeros(6)}, "cut": normal(1, 21, 6) / 5}
 

@@ -108,6 +108,7 @@ def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_lay
 BOUNDED = [(8, 8192, 0.25, 0.138), (64, 8192, 0.22, 0.106), (8, 1024, 0.02, 0.072), (64, 1024, 0.005, 0.016)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "max_dim", "path", "state"), BOUNDED)
 def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_dim, path, state, resnet50_layers):
     loss, params, batch, _ = messages.resnet50(1, 224)
@@ -160,6 +161,7 @@ def counted(devices, *options):
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_devices():
     """A message lists its devices, so lines are counted."""
     grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))

@@ -200,6 +200,7 @@ def by_groups(p, x):
     return jnp.mean(jnp.sum(jnp.concatenate([a, b]) ** 2, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_dim": 1}], ids=["whole", "diagonal"])
 def test_ragged_products_are_those_of_each_group(options):
     params, x = inputs()
@@ -251,6 +252,7 @@ def experts(p, batch):
     return jnp.mean(jnp.sum(jnp.sin(jnp.tanh(h)), -1))
 
 
+@pytest.mark.slow
 def test_shares_of_a_batch_count_rows_together():
     """Most shares have no row for the last expert, whose `G` is over the rows of the whole batch all the same."""
     p = tree(up=(3, D, 5))

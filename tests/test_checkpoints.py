@@ -138,6 +138,7 @@ def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained
         restore(tmp_path / "earlier", target)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathered(trained, tmp_path):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution("devices"))
@@ -155,6 +156,7 @@ def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathe
     jax.tree.map(np.testing.assert_array_equal, restored, fresh)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_path):
     """Half of the state: running averages and their weights, in a fresh state; without the momentum here."""
     tx = kfac.scale_by_kfac(layers())

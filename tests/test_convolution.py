@@ -301,6 +301,7 @@ def test_a_vmapped_convolution_of_single_images(x64):
     assert kinds(layers) == {"conv": "conv"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("geometry", [dict(padding="SAME"), dict(strides=2, padding=[(1, 2), (0, 1)])], ids=name)
 @pytest.mark.parametrize(("compute", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
 def test_precision(monkeypatch, geometry, compute, tolerance):
@@ -380,6 +381,7 @@ GROUPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GROUPED, ids=name)
 def test_groups_are_independent_copies(x64, case):
     case = dict(case)

@@ -81,6 +81,7 @@ def residual(params, batch):
     return (params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]) - y)[:, 0]
 
 
+@pytest.mark.slow
 def test_it_finds_the_minimum_and_is_never_worse():
     params, _batch, _, tx, step = problem()
     state, losses = jax.jit(tx.init, compiler_options=FAST)(params), []
@@ -94,6 +95,7 @@ def test_it_finds_the_minimum_and_is_never_worse():
     assert 0.1 * losses[-1] <= found["damping"] and np.isfinite(found["reduction_ratio"])
 
 
+@pytest.mark.slow
 def test_there_is_no_step_from_a_gradient_that_is_not_finite():
     params, batch, layers, tx, _ = problem()
     measure = jax.jit(kfac.value_and_grad(loss_fn, layers, fisher="expected"), compiler_options=FAST)
@@ -106,6 +108,7 @@ def test_there_is_no_step_from_a_gradient_that_is_not_finite():
     assert all(map(np.any, jax.tree.leaves(changes)))
 
 
+@pytest.mark.slow
 def test_inside_of_shard_map_it_is_refused():
     params, batch, _, tx, _ = problem()
     mesh = Mesh(jax.devices()[:2], ("d",))

@@ -205,6 +205,7 @@ def test_several_devices_are_one(style, widths):
     assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [MANY_LAYERS, slow(FEW_LAYERS)], ids=["many", "few"])
 @pytest.mark.parametrize("inverse", [slow(kfac.Cholesky()), kfac.Soap()], ids=lambda kind: type(kind).__name__)
 def test_gradients_may_arrive_local(widths, inverse):
@@ -233,6 +234,7 @@ def test_several_devices_are_one_with_eigendecompositions(style):
 MOVING = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", [pytest.param(s, marks=() if s == "mesh" else pytest.mark.slow) for s in STYLES])
 def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on several devices and three on two, by way of the portable state, are six on one."""
@@ -292,6 +294,7 @@ def test_an_axis_that_is_not_bound_is_refused():
         kfac.Distribution("model", mesh_of(2))
 
 
+@pytest.mark.slow
 def test_a_device_that_sees_nan_hangs_nobody():
     """Gradients left unaveraged, so that one device alone has a NaN: all devices leave the step out together."""
     params, data, layers, _, _ = one_device(FEW_LAYERS, AT_ONCE)
@@ -359,6 +362,7 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
             run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered, of_all)
 
 
+@pytest.mark.slow
 def test_float64_stays_float64_between_devices(x64):
     params = jax.tree.map(lambda x: x.astype(jnp.float64), make_params(FEW_LAYERS))
     batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), batches(FEW_LAYERS)[0])

@@ -51,6 +51,7 @@ def test_no_other_page_has_code_that_is_not_run():
     assert pages == several | {"operators.md", "build_your_own.md"}
 
 
+@pytest.mark.slow
 def test_the_operator_page_runs():
     names = _run("operators.md", 6, slice(4))
     # Corrected eigenvalues have the trace of the exact blocks, whatever the basis.
@@ -66,6 +67,7 @@ def test_the_operator_page_runs():
     np.testing.assert_allclose(found, evidence, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_build_your_own_trains_and_scores():
     names = _run("build_your_own.md", 4)
     for name, (_, losses) in names["runs"].items():
@@ -74,6 +76,7 @@ def test_build_your_own_trains_and_scores():
         assert all(np.isfinite(leaf).all() and (leaf >= 0).all() for leaf in jax.tree.leaves(scores))
 
 
+@pytest.mark.slow
 def test_the_operator_page_shows_what_its_code_prints(capsys):
     _run("operators.md", 6, slice(4, 6))
     [shown] = re.findall(r"^```text\n(.*?)^```$", (DOCS / "operators.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -126,6 +129,7 @@ def test_every_option_is_documented_with_its_default():
     assert recipe == {name: everything[name] for name in recipe}
 
 
+@pytest.mark.slow
 def test_every_diagnostic_is_documented(names):
     scalars = kfac.diagnostics(names["opt_state"])
     clipped = kfac.kfac(0.1, names["layers"], step_norm=None, kl_clip=1.0)
@@ -141,6 +145,7 @@ def test_accumulated_factors_are_those_of_the_whole_batch(names):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), whole, parts)
 
 
+@pytest.mark.slow
 def test_reduced_precision_keeps_what_the_page_says(precision):
     assert {x.dtype for x in jax.tree.leaves((precision["params"], precision["factors"]))} == {jnp.dtype("float32")}
     owned = precision["opt_state"][0].owned
@@ -187,6 +192,7 @@ def one_device(distributed):
     return found
 
 
+@pytest.mark.slow
 def test_all_programs_train_like_one_device(distributed, one_device):
     expected, state = one_device[4]
     _assert_close(distributed["global_params"], expected)
@@ -200,6 +206,7 @@ def test_all_programs_train_like_one_device(distributed, one_device):
         _assert_close(jax.device_get(gathered), jax.device_get(state), 1e-3)
 
 
+@pytest.mark.slow
 def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_device):
     expected, _ = one_device[5]
     names, split = distributed, distributed["split"]
@@ -221,6 +228,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     names = distributed
 
@@ -250,6 +258,7 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     _assert_close(jax.device_get(found), expected)
 
 
+@pytest.mark.slow
 def test_the_plan_of_the_guide_prints(distributed):
     table = str(kfac.planning.Assignment(distributed["layers"], devices=8))
     assert "hidden" in table and "output" in table

@@ -73,6 +73,7 @@ def dense_solves(layers, factors, gradients, damping):
     return [solved[path] for path in layers.paths]
 
 
+@pytest.mark.slow
 def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
     """With the damping of the step itself, however old the decompositions; diagonal factors and copies included."""
     params, layers, factors, gradients = setting()
@@ -107,6 +108,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
     np.testing.assert_allclose(kfac.diagnostics(state)["condition"], largest, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.03)])
 def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     params, layers, factors, gradients = setting(jnp.float32)
@@ -157,6 +159,7 @@ def test_a_decomposition_that_fails_leaves_the_last_one_of_both_sides():
         np.testing.assert_allclose((q * side.values[1]) @ q.T, stack[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_damping_that_went_astray_is_a_skipped_step():
     params, layers, factors, gradients = setting(jnp.float32)
 

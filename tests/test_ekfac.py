@@ -310,6 +310,7 @@ def classification(n):
     return parameters(shapes), normal(1, n, 4, 5, 2), jnp.arange(n) % 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 12])
 def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
     """In Frobenius norm, against the exact empirical Fisher matrix; and no other eigenvalues here are nearer."""
@@ -337,6 +338,7 @@ def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
             )
 
 
+@pytest.mark.slow
 def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
     params, *batch = classification(6)
     layers = kfac.find_layers(classifier, params, *batch)

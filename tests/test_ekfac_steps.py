@@ -59,6 +59,7 @@ def kept(state):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse_every", [1, 3])
 def test_steps_against_numpy(inverse_every):
     """Moments are averaged in the basis they were measured in, turned with it, and divide the gradient."""
@@ -120,6 +121,7 @@ def test_a_rounded_basis_that_stays_loses_nothing_of_the_sum():
     np.testing.assert_allclose(moments.sum(), average.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_statistics_that_are_not_finite_leave_moments_alone():
     tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), damping=LAMBDA, inverse_every=5, refresh_warmup=1)
     state = jax.jit(tx.init)(problem.initial())
@@ -187,6 +189,7 @@ def on_one_device(inverse_every):
     return whole("one", {"inverse_every": inverse_every, "refresh_warmup": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "inverse_every"),
     [
@@ -233,6 +236,7 @@ def test_the_plan_counts_the_bytes_of_the_state():
     assert sent - less == 4 * 2 * (36 - 21)
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_device():
     """Its state is that of no axis."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",), axis_types=(AxisType.Auto,))
@@ -251,6 +255,7 @@ def test_an_axis_of_one_device():
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_refused():
     params, batch = problem.initial(), problem.batch(0)
     tx, eigh = (kfac.scale_by_kfac(LAYERS, inverse=inverse) for inverse in (kfac.Ekfac(), kfac.Eigh()))
@@ -282,6 +287,7 @@ def test_what_does_not_go_together_is_refused():
         kfac.curvature.eigenbasis((state, state), LAYERS)
 
 
+@pytest.mark.slow
 def test_layers_whose_examples_are_not_told_apart_have_no_moments():
     def loss(p, x):
         rows = x.reshape(-1, 3)

@@ -426,6 +426,7 @@ def problem(dtype):
     return params, batch, kfac.find_layers(loss_of_two, params, *batch)
 
 
+@pytest.mark.slow
 def test_preconditioning_is_that_of_the_dense_form(x64):
     params, batch, layers = problem(jnp.float64)
     assert kinds(layers) == {"other": "embedding", "out": "dense", "table": "embedding"}
@@ -449,6 +450,7 @@ def loss_of_words(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], labels).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inverse", "split"),
     [
@@ -511,6 +513,7 @@ def test_the_plan_counts_a_diagonal_as_one():
     assert f"{V} (diagonal)" in row and "counts" in row
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_needs_no_square():
     """A factor of 200,000 by 200,000 would be 160 GB."""
     params = {"table": jnp.zeros((200_000, 4))}

@@ -25,6 +25,7 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
 
 
+@pytest.mark.slow
 def test_batches_together_are_one():
     several, one = parts([8, 8, 5, 3])
     params, measure = parameters(), jax.jit(kfac.value_and_grad(loss_fn, layers()))
@@ -64,6 +65,7 @@ def test_what_has_the_gradients_own_factors_is_left_to_the_optimizer():
     assert_same(estimate, kfac.value_and_grad(loss, found)(params, one)[2])
 
 
+@pytest.mark.slow
 def test_several_devices_and_nothing_at_all():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("data",))
     several, one = parts([8, 16])

@@ -104,6 +104,7 @@ def test_the_empirical_fisher(x64, likelihood):
     assert_same(found(loss, params, x, t, fisher="empirical"), expected)
 
 
+@pytest.mark.slow
 def test_sequences_by_token_and_by_example(x64):
     params, x = parameters(), normal(9, N, T, D)
     loss = loss_of(network, "categorical")
@@ -176,6 +177,7 @@ def test_stacked_layers_and_convolutions(x64):
     assert_same(blocks, {**copies[0], "stack": np.stack([c["stack"] for c in copies])})
 
 
+@pytest.mark.slow
 def test_an_output_inside_a_scan(x64):
     params, x = parameters(), normal(9, T, N, D)
 

@@ -63,6 +63,7 @@ def test_it_is_the_expectation(likelihood):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, jax.jit(jax.grad(loss))(params, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [None, N])
 def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(n):
     """The tokens of a sequence have targets of their own; a scale sums over them, with their signs."""
@@ -73,6 +74,7 @@ def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(n):
     assert_unbiased(many(found, params, x, draws=2000), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["sampled", "expected"])
 def test_moments_of_sequences_are_unbiased(fisher):
     """As the blocks of vectors: on average over targets, or signs, they are those of the exact matrix."""
@@ -132,6 +134,7 @@ def test_moments_are_expected_too():
         assert relative_error(factors[name].moments, of_basis(exact[name], vectors)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("border_rows", [2 * N, 1])
 def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
     """Two heads, and the interior and boundary with rows of their own: `kfac.curvature.exact` has the same sums."""
@@ -194,6 +197,7 @@ def test_an_own_likelihood_without_a_root_can_be_drawn_only():
         function(loss, params, x, fisher="expected")(params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("likelihood", "fisher"), [("gaussian", "expected"), ("poisson", "sampled")])
 def test_a_mesh_with_explicit_axes_is_one_device(likelihood, fisher):
     params, x = parameters(), normal(9, 2 * N, D)

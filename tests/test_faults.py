@@ -138,6 +138,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
     assert kfac.diagnostics(good)["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_schedules_stay_together_when_a_step_is_skipped():
     """The norm constraint reckons with the rate that is applied; damping and momentum belong to the same step."""
     options = {
@@ -188,6 +189,7 @@ def test_scale_by_kfac_alone_passes_a_bad_gradient_on_but_keeps_its_state():
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_guard_around_the_optimizer_is_counted_once():
     for tx in (
         optax.apply_if_finite(plain_kfac(0.1, layers()), 5),
@@ -295,6 +297,7 @@ def test_training_survives_a_damping_that_a_schedule_lets_go_astray():
     assert kfac.diagnostics(state)["damping"] == np.float32(0.1)
 
 
+@pytest.mark.slow
 def test_training_through_faults_of_all_kinds_still_learns():
     tx = plain_kfac(0.05, layers(), damping=1e-2)
     grad_fn = jax.jit(kfac.value_and_grad(loss_fn, layers()))
@@ -492,6 +495,7 @@ def devices():
     return take, *take(params, init(params), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", BAD[:2])
 @pytest.mark.parametrize("fault", [ACTIVATION, GRADIENT, STATISTIC, INDEFINITE])
 def test_a_fault_on_one_device_of_four(devices, fault, value):

@@ -251,6 +251,7 @@ def test_norm_of_the_raw_input(x64):
     assert kinds(layers) == {"norm": "unitwise", "out": "dense"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_norms_in_a_scan(x64, remat):
     """Stacked scale and shift, and a scale that all iterations share."""
@@ -939,6 +940,7 @@ def test_no_parameters():
         kfac.find_layers(lambda p: jnp.zeros(()), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leaf, read", [(jnp.zeros(0), jnp.sum), (jnp.zeros((0, 2)), lambda e: jnp.sum(jnp.ones((8, 0)) @ e))]
 )

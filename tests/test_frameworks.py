@@ -119,6 +119,7 @@ TRANSFORMER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "x", "expected", "wrap"),
     [
@@ -146,6 +147,7 @@ def test_linen(x64, model, x, expected, wrap):
 
 
 # The first axis: tests/test_factors.py, of `lax.scan`.
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "remat"), [slow(0, False), (1, True)])
 def test_linen_scan_over_transformer_blocks(x64, axis, remat):
     class Body(nn.Module):
@@ -585,6 +587,7 @@ def of_images(model, examples):
     return loss, (variables["params"], variables["batch_stats"], images, labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -611,6 +614,7 @@ def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(op
     assert layers["stem"].positions == 112**2
 
 
+@pytest.mark.slow
 def test_layers_depend_neither_on_jit_nor_on_the_number_of_images():
     model = ResNet50(depths=(2,))
     (loss, arguments), (_, one) = of_images(model, 32), of_images(model, 1)
@@ -620,6 +624,7 @@ def test_layers_depend_neither_on_jit_nor_on_the_number_of_images():
     assert layers == kfac.find_layers(jax.jit(loss), *arguments, has_aux=True)
 
 
+@pytest.mark.slow
 def test_a_scan_over_blocks_under_remat_has_a_copy_for_each():
     loss, arguments = of_images(ResNet50(remat=True, scan=True, depths=(3,)), 32)
     layers = kfac.find_layers(loss, *arguments, has_aux=True)

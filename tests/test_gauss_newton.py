@@ -117,6 +117,7 @@ def test_tokens_and_their_number():
         close(kfac.curvature.gauss_newton(loss, w, x, num_examples=6, batches=batches).to_dense(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("near", [True, False])
 def test_solutions(near):
     expected = np.linalg.solve(2 * dense() + (SHIFT + 0.1) * np.eye(40), ravel_pytree(tree())[0])
@@ -128,6 +129,7 @@ def test_solutions(near):
     assert not shifted(near).solve(tree(), max_steps=2).residual < 1e-5
 
 
+@pytest.mark.slow
 def test_eigenpairs():
     values = np.linalg.eigvalsh(dense())[::-1]
     found = whole().eigsh(4, jax.random.key(0))
@@ -143,6 +145,7 @@ def test_eigenpairs():
     close(top, blocks().eigvalsh()[::-1][:3])
 
 
+@pytest.mark.slow
 def test_eigenvalues_that_are_all_the_same():
     """Every Krylov space is of one dimension, and is left."""
     eye = 0 * whole() + 3.0
@@ -151,6 +154,7 @@ def test_eigenvalues_that_are_all_the_same():
     close(found.value, 40 * np.log(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("near", [True, False])
 def test_determinants_and_traces_with_their_errors(near):
     matrix, exact = shifted(near), 2 * dense() + SHIFT * np.eye(40)
@@ -163,6 +167,7 @@ def test_determinants_and_traces_with_their_errors(near):
     close(inverse.logdet(jax.random.key(1), 200).value, -found[1].value)
 
 
+@pytest.mark.slow
 def test_blocks_make_a_determinant_of_few_steps_good():
     """What the steps leave out is in the error."""
     matrices = [2 * whole(blocks=near) + 1e-3 for near in (blocks(), None)]
@@ -174,6 +179,7 @@ def test_blocks_make_a_determinant_of_few_steps_good():
     assert np.isinf(single.error) and np.isfinite(single.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [6, 40])
 @pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("shift", [1e-4, 1.0])
@@ -194,6 +200,7 @@ def test_functions():
     close(of(shifted().map(jnp.log), tree()), vectors @ (np.log(values) * (vectors.T @ flat)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("batches", [1, 4])
 def test_samples_have_the_covariance(inverse, batches):

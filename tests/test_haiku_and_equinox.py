@@ -117,6 +117,7 @@ def test_haiku_transformer():
     check_embedding_and_head(factors, "embed", "head", truth(reference, params, batch))
 
 
+@pytest.mark.slow
 def test_haiku_convolutions():
     def network(x):
         x = jnp.tanh(hk.Conv2D(4, 3, stride=2, name="conv")(x))

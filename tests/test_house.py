@@ -10,6 +10,7 @@ def found():
     return house.modules()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", house.broken([]))
 def test_the_package_is_within_its_limits(found, limit):
     assert not house.broken(found)[limit], house.table(found)

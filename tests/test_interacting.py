@@ -63,6 +63,7 @@ def case(name):
     return Specimen(name, "", lambda: (loss, tree(**shapes), {"x": data(0, T, D)}), interacting=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_those_of_brute_force(name):
     """In another order, beside a second pass: gradients of ordinary back-propagation, row by row."""
@@ -81,6 +82,7 @@ def test_a_doubled_batch_changes_nothing():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), once, twice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])
 def test_synchronised_over_devices_they_are_those_of_one(checked):
     """Batch norm with the statistics of all devices: every block is the mean of those of the devices."""
@@ -109,6 +111,7 @@ def test_synchronised_over_devices_they_are_those_of_one(checked):
             assert relative_error(factors[layer.name].F, block) < 1e-9, layer.name
 
 
+@pytest.mark.slow
 def test_micro_batches_have_statistics_of_their_own():
     """As on devices without synchronisation: the mean over micro-batches, of unit-wise blocks as of others."""
     loss, params, batch = case("batch norm").build()

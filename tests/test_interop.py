@@ -42,6 +42,7 @@ def plain(steps=3):
 # Chains and wrappers.
 
 
+@pytest.mark.slow
 def test_chain_of_parts_is_the_alias():
     chain = optax.chain(
         kfac.scale_by_kfac(layers()),
@@ -53,6 +54,7 @@ def test_chain_of_parts_is_the_alias():
     assert_equal(field_of(state, "factors"), field_of(plain()[1], "factors"))
 
 
+@pytest.mark.slow
 def test_unknown_keywords_are_ignored():
     grads, factors = measured(0)
     for tx in (plain_kfac(RATE, layers()), kfac.scale_by_kfac(layers()), plain_kfac(RATE, layers(), kl_clip=1e9)):
@@ -71,6 +73,7 @@ def only(*names):
     return mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trust_ratio", [None, 1.0])
 def test_whole_layers_can_be_masked_out(trust_ratio):
     tx = plain_kfac(RATE, layers(), trust_ratio=trust_ratio, kl_clip=1e9, weight_decay=0.1)
@@ -94,6 +97,7 @@ def layers_without_bias():
     return kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature", "^first/bias$"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [kfac.Soap(), slow(kfac.Cholesky()), slow(kfac.Eigh())])
 def test_a_hidden_bias_leaves_its_block(inverse):
     """Then the rest goes as with layers that were found without the bias: another `A`, dimension, `pi` and length."""
@@ -108,6 +112,7 @@ def test_a_hidden_bias_leaves_its_block(inverse):
     assert differ(found["first"]["kernel"], with_bias["first"]["kernel"])  # so it is not by zeros in its gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [kfac.scale_by_kfac, functools.partial(kfac.presets.large_batch, RATE)])
 def test_kernels_to_kfac_and_the_rest_to_adamw(make):
     labels = jax.tree.map(lambda leaf: "kfac" if leaf.ndim == 2 else "adamw", initial())
@@ -152,6 +157,7 @@ def test_inject_hyperparams_with_all_defaults():
     assert kfac.diagnostics(state)["inverse_age"] == 0
 
 
+@pytest.mark.slow
 def test_an_injected_damping_takes_effect_at_the_next_refresh():
     tx = optax.inject_hyperparams(kfac.scale_by_kfac)(layers=layers(), inverse_every=2, refresh_warmup=0)
     step = stepper(tx)
@@ -169,6 +175,7 @@ def test_an_injected_damping_takes_effect_at_the_next_refresh():
     assert_close(field_of(state, "inverse"), field_of(run(fresh, steps=3)[1], "inverse"), 1e-5)
 
 
+@pytest.mark.slow
 def test_injected_schedules():
     rate, damping = (lambda t: 0.1 / (1 + t)), (lambda t: 0.01 * (1 + t))
     options = {"layers": layers(), "inverse": kfac.Cholesky()}
@@ -190,6 +197,7 @@ def test_apply_if_finite_around_it(momentum):
     assert_equal(rejected.inner_state, state.inner_state)
 
 
+@pytest.mark.slow
 def test_multi_steps_average_gradients_and_all_statistics():
     tx, direct = optax.MultiSteps(plain_kfac(RATE, layers()), every_k_schedule=2), plain_kfac(RATE, layers())
     state, update = jax.jit(tx.init)(initial()), jax.jit(observing(tx))
@@ -201,6 +209,7 @@ def test_multi_steps_average_gradients_and_all_statistics():
     assert_close(updates, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_taken_for_a_schedule_is_an_error():
     def kernels(params):
         return jax.tree.map(lambda p: p.ndim > 1, params)
@@ -291,6 +300,7 @@ def test_parameters_keep_their_dtype_and_the_state_its_own(options, dtype):
     assert kept == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_train():
     params = initial(jnp.bfloat16)
 
@@ -304,6 +314,7 @@ def test_bfloat16_parameters_train():
     assert_close(after, reference, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_float64_stays_float64(x64, precision):
     params = initial(jnp.float64)
@@ -329,6 +340,7 @@ def test_float32_models_are_unaffected_by_x64(x64):
 # Compilation, donation, abstract evaluation.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["defaults", "schedules"])
 def test_two_compilations_with_and_without_statistics_and_no_third(options):
     tx = plain_kfac(**{"learning_rate": RATE, "layers": layers(), **OPTIONS[options]})
@@ -349,6 +361,7 @@ def test_two_compilations_with_and_without_statistics_and_no_third(options):
     assert step._cache_size() == 2
 
 
+@pytest.mark.slow
 def test_parameters_and_state_can_be_donated():
     tx = plain_kfac(RATE, layers(), kl_clip=1e9)
     step = stepper(tx, donate_argnames=("state", "params"))
@@ -402,6 +415,7 @@ def test_a_step_inside_scan():
 # Checkpoints.
 
 
+@pytest.mark.slow
 def test_an_orbax_checkpoint_continues_bit_for_bit(tmp_path):
     checkpointing = pytest.importorskip("orbax.checkpoint")
     tx = plain_kfac(RATE, layers(), kl_clip=1e-3, inverse_every=3, refresh_warmup=1)
@@ -510,6 +524,7 @@ def test_pmap_equals_one_device_on_the_whole_batch():
     check_devices(jax.tree.map(lambda x: np.asarray(x)[0], params), state)
 
 
+@pytest.mark.slow
 def test_shard_map_equals_one_device_on_the_whole_batch():
     tx = plain_kfac(RATE, layers(), **options("devices"))
     step, params, state = sharded(train_step(tx, "devices"), tx)
@@ -518,6 +533,7 @@ def test_shard_map_equals_one_device_on_the_whole_batch():
     check_devices(params, state)
 
 
+@pytest.mark.slow
 def test_shard_map_without_statistics():
     tx = plain_kfac(RATE, layers(), **options("devices"))
 
@@ -539,6 +555,7 @@ def test_shard_map_without_statistics():
     assert_close(params, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_two_named_axes():
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution(("rows", "columns")))
     factors = jax.tree.map(lambda *xs: jnp.stack(xs).reshape(2, 2, *xs[0].shape), *(measured(t)[1] for t in range(4)))
@@ -558,6 +575,7 @@ def test_two_named_axes():
     assert_close(field_of(jax.jit(kfac.state.gather_state)(state), "factors"), field_of(expected, "factors"), 1e-5)
 
 
+@pytest.mark.slow
 def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices"))
     factors = jax.tree.map(lambda x: jnp.stack([x] * 4), measured(0)[1])
@@ -581,6 +599,7 @@ def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
 # Other loops.
 
 
+@pytest.mark.slow
 def test_lists_and_named_tuples_of_parameters():
     """Paths are those of any pytree."""
     x, labels = batch(0)

@@ -48,6 +48,7 @@ def centred(params):
     return jax.tree.map(lambda x: x - x.mean(-1, keepdims=True) if x.shape[-1] == 3 else x, params)
 
 
+@pytest.mark.slow
 def test_a_train_state_of_flax_does_what_the_plain_loop_does(names):
     expected = plain(names["linen_loss"], names["layers"], names["params"], names["batch"])
     assert_same(names["state"].params, expected[0])
@@ -64,6 +65,7 @@ def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
     assert names["scalars"]["condition"] == pytest.approx(float(kfac.diagnostics(expected[1])["condition"]), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_partition_gives_each_its_own(names):
     """Without `skip=` only what is computed differs: a bias that is AdamW's is no part of its kernel's block."""
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
@@ -88,6 +90,7 @@ def test_haiku_learns(names):
     assert 0 < float(names["hk_last"]) < 0.8  # log 3 by guessing
 
 
+@pytest.mark.slow
 def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
     initial = names["params"]
     plain_params = plain(names["linen_loss"], names["layers"], initial, names["batch"], steps=5)[0]

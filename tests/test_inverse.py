@@ -197,6 +197,7 @@ def by_halves(matrices):
     return np.asarray(jax.jit(lambda x: spd_inverse(x))(matrices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [7, 8, 13, 32])
 @pytest.mark.parametrize("leaf", [1, 3, 8])
 def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, leaf):
@@ -215,6 +216,7 @@ def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, 
     assert not np.all(np.isfinite(by_halves(matrix[None])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatch, condition):
     """In float32, beside the residuals of an LU decomposition with pivoting and of the exact inverse, rounded."""
@@ -382,6 +384,7 @@ def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x
     np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(block + np.eye(2)), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
     """Good ones, ones that need more damping and ones that fail, with one and two parameters per channel."""
     rng = np.random.default_rng(0)

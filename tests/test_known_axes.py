@@ -209,6 +209,7 @@ def test_examples_in_chunks_are_those_of_the_batch(length):
         assert relative_error(one, other) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
 @pytest.mark.parametrize("length", [LENGTHS[-1], *(slow(n) for n in LENGTHS[:-1])])
 def test_moments_and_thinned_statistics_are_those_of_examples(model, length):

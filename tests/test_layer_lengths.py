@@ -33,6 +33,7 @@ def singular(matrix):
     return np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False)[..., 0]
 
 
+@pytest.mark.slow
 def test_the_bias_is_scaled_like_its_kernel():
     def loss(params, x):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"] + params["bias"]) - 1))
@@ -78,6 +79,7 @@ def convolved(window_strides=(1, 1), padding="SAME", **options):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     size, window, options, overlap = CONVOLUTIONS[name]
@@ -124,6 +126,7 @@ def test_directions_are_those_of_the_curvature():
     np.testing.assert_allclose(cosine, -1, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_nothing_depends_on_the_scale_of_the_loss(inverse):
     grads, factors = measured(0)
@@ -243,6 +246,7 @@ def test_relative_damping_of_small_blocks():
     np.testing.assert_allclose(amount, 0.1 * np.asarray(f)[:, :, [0, 1], [0, 1]].mean((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(relative=True), kfac.Eigh(relative=True)])
 def test_the_operator_has_the_same_damping(inverse):
     tx = kfac.scale_by_kfac(layers(), damping=0.1, inverse=inverse)
@@ -255,6 +259,7 @@ def test_the_operator_has_the_same_damping(inverse):
         assert_close(other["out"], expected["out"], 1e-4)
 
 
+@pytest.mark.slow
 def test_without_it_all_is_as_the_curvature_has_it():
     assert_close(
         run(kfac.kfac(0.1, layers(), step_norm=None))[0], run(plain_kfac(0.1, layers(), nesterov=True))[0], 1e-6
@@ -315,6 +320,7 @@ def words_parameters():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trust_ratio", "devices"), [(None, 3), slow(0.05, 4)])
 def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     """Eighteen steps are those of one device, though no device has the gradient of the whole batch.
@@ -357,6 +363,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     assert jax.tree.structure(jax.eval_shape(kfac.state.gather_state, state)) == jax.tree.structure(alone)
 
 
+@pytest.mark.slow
 def test_spectral_norms_of_steps(x64):
     """The largest singular value of a step, by an SVD, is what is promised or somewhat more."""
     rng = np.random.default_rng(0)
@@ -405,6 +412,7 @@ def test_a_bound_on_the_error_of_spectral_norms(x64):
         assert np.all((ratio > 0.9) & (ratio <= 1 + 1e-9)), ratio
 
 
+@pytest.mark.slow
 def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64):
     """`max_dim` cuts the kernel in four. The bound is the root of their number."""
 

@@ -83,6 +83,7 @@ def test_other_inverses_follow_the_angle_to_the_momentum():
     assert np.all(rates(after) != 1)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_changes_no_rate():
     tx = kfac.kfac(0.05, LAYERS)
     *_, state = list(steps(tx, WARMUP + 2))[-1]
@@ -142,6 +143,7 @@ def test_no_rate_rises_before_anything_moves():
     assert rates(state).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_refused_step_tells_the_rates_of_before(value):
     tx = kfac.kfac(0.05, LAYERS)
@@ -153,6 +155,7 @@ def test_a_refused_step_tells_the_rates_of_before(value):
     assert told["slowest"] == before["slowest"] and told["fastest"] == before["fastest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "used"),
     [
@@ -178,6 +181,7 @@ def test_other_parameters_are_refused():
         tx.update(grads, kfac.observe(tx.init(problem.initial()), factors), {"z": jnp.ones(3)})
 
 
+@pytest.mark.slow
 def test_several_devices_tell_the_same_rates(x64):
     """A device without a block at a position has a copy of another there, with no rate of its own."""
     mesh = jax.make_mesh((3,), ("devices",), devices=jax.devices()[:3])
@@ -193,6 +197,7 @@ def test_several_devices_tell_the_same_rates(x64):
 GIVEN = {"^out/kernel": jnp.float32(0.2), "norm|offset": 3.0, "out|first/bias": np.float64(1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, 3])
 @pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky()])
 def test_multipliers_multiply_the_steps_of_layers(x64, devices, inverse):
@@ -258,6 +263,7 @@ def test_multipliers_that_say_nothing_are_refused(value, what):
         kfac.kfac(0.05, LAYERS, layer_multipliers=value)
 
 
+@pytest.mark.slow
 def test_a_multiplier_stays_with_a_kernel_whose_bias_is_hidden():
     """As does one that its bias has brought; and what becomes of the mapping later does not matter."""
     grads, factors = measured(0)

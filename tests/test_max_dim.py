@@ -149,6 +149,7 @@ def dense(kind, a, g, v, damping):
     return np.linalg.solve(np.kron(a, g) + damping * np.eye(v.size), v.T.reshape(-1)).reshape(v.T.shape).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 3), (kfac.Ekfac(), 8192)])
 def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, monkeypatch):
     """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
@@ -231,6 +232,7 @@ def test_a_table_that_is_the_head_too(x64, monkeypatch):
                 np.testing.assert_allclose(getattr(found[layer.name], name), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
     """Nor less far than by the root of the number of its pieces."""
     params, batch = problem(jnp.float64)
@@ -253,6 +255,7 @@ def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
                 assert length / layer.pieces**0.5 * (1 - 1e-9) <= found <= 1.1 * length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), slow(kfac.Eigh(), 8192)])
 def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
     monkeypatch.setattr("kfac._capture.find_layers.ROWS", rows)
@@ -280,6 +283,7 @@ def test_bad_bounds(value):
         kfac.find_layers(lambda p, x: jnp.mean(x @ p), jnp.ones((5, 2)), jnp.ones((N, 5)), max_dim=value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kfac.Cholesky(), kfac.Eigh(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
 @pytest.mark.parametrize(("size", "words"), [(7, 100), (8, 100), (7, 6)])
 def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, monkeypatch):

@@ -138,6 +138,7 @@ def test_a_mesh_is_one_device(name, kind, form):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -173,6 +174,7 @@ def test_lengths_of_steps_with_sharded_parameters(name, options, last):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), jax.device_get(found), expected)
 
 
+@pytest.mark.slow
 def test_micro_batches_with_sharded_parameters():
     """On explicit axes sums over the parts lie as the gradients do."""
     layers, expected = alone("dense")

@@ -73,6 +73,7 @@ def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
     assert sent["sent"] < 1.25 * sum(4 * np.prod(leaf.shape) for leaf in jax.tree.leaves(results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_no_device_holds_the_sums_of_all_layers(scanned):
     """Over a mesh temporary memory hardly grows with depth: a layer's sums are sent before the next are formed."""
@@ -111,6 +112,7 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
     assert grown[1] - grown[0] < 0.1 * sums, (grown, sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["shard_map", "mesh"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):

@@ -51,6 +51,7 @@ def mean_of(results):
     return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_averages_are_the_means_over_separate_microbatches(x64, count, batch_norm):
@@ -153,6 +154,7 @@ def test_unequal_leading_axes_are_an_error():
         kfac.microbatch(fn, 4, batch_argnums=(1, 2))(params, x, t[:8])
 
 
+@pytest.mark.slow
 def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
     """Where it is not said what is split it is the first argument after the parameters, and nothing else is as long."""
     params, (x, t) = problem()
@@ -178,6 +180,7 @@ def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
 # -- several devices ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mapped", "count"),
     [
@@ -257,6 +260,7 @@ def test_no_way_of_averaging_hides_it_from_shard_map(average, measure):
         jax.eval_shape(mapped, params, x)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_training_step_is_the_devices_own():
     """And its gradient is averaged once: parameters become those of one device with the whole batch."""
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
@@ -277,6 +281,7 @@ def test_the_loss_of_a_training_step_is_the_devices_own():
     np.testing.assert_allclose(new["w"], step(params, step.init(params, x), x)[0]["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
 def test_a_batch_over_a_mesh(kind, x64):
     params, batch = problem()

@@ -309,6 +309,7 @@ def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):
         call(**wrong)
 
 
+@pytest.mark.slow
 def test_the_age_of_the_statistics_counts_the_steps_without():
     tx, ages = optimizer(), []
     state, advance = tx.init(initial()), jax.jit(observing(tx))
@@ -319,6 +320,7 @@ def test_the_age_of_the_statistics_counts_the_steps_without():
     assert ages == [1, 2, 0, 0, 1, 2]
 
 
+@pytest.mark.slow
 def test_multi_steps_of_one_step_that_skips_some():
     wrapped = optax.MultiSteps(optimizer(), 1, should_skip_update_fn=optax.skip_not_finite)
     grads, factors = measured(0)
@@ -344,6 +346,7 @@ def test_schedule_free_without_momentum_is_taken():
     update(GRADS, "params", factors=STATS, wrap=wrap, tx=optimizer(momentum=None))
 
 
+@pytest.mark.slow
 def test_a_bias_that_its_statistics_hold_fast():
     """With moments in the basis of kernel and bias together, the bias cannot leave."""
     tx = optimizer(inverse=kfac.Ekfac())

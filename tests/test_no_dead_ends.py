@@ -104,6 +104,7 @@ def penalised_tokens():
     return loss, tree(**NET), {"x": data(0, T, D)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "alone"),
     [
@@ -196,6 +197,7 @@ def factors_of(loss, *args, params=None, **options):
     return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args), **options)(params, *args)[2]
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_in_front_is_not_the_examples():
     def loss(p, x):
         return mean_square((jnp.tanh(x[None] @ p["u"]) @ p["v"])[0])
@@ -213,6 +215,7 @@ def test_an_axis_of_one_in_front_is_not_the_examples():
     np.testing.assert_allclose(found.A, rows.T @ rows, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_prng_key_is_no_array_of_examples():
     def loss(p, x, key):
         views = jnp.stack([x + jax.random.normal(key, x.shape), x])
@@ -227,6 +230,7 @@ def test_a_prng_key_is_no_array_of_examples():
         jax.tree.map(np.testing.assert_array_equal, factors_of(first, key, x)["u"], found)
 
 
+@pytest.mark.slow
 def test_some_uses_may_see_fewer_rows_than_there_are_examples():
     """A boundary beside the interior, and a head on some examples only: positions are a fraction of the examples."""
     inside, border = normal(1, N, D), normal(2, N // 2, D)

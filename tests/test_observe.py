@@ -68,6 +68,7 @@ def test_two_programs_are_one(inverse, x64):
     assert_close(two, one, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
 def test_a_step_without_statistics_changes_no_average(inverse):
     """And no inverse: what a step changes of the state is the momentum, its own moments and what it counts."""
@@ -90,6 +91,7 @@ def others(tree):
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state) if not is_state(leaf)]
 
 
+@pytest.mark.slow
 def test_nothing_else_is_changed():
     """In the state of a wrapper, and in what is no state of optax at all."""
     tx = kfac.kfac(0.1, layers())
@@ -143,6 +145,7 @@ def test_without_factors_all_inverses_are_refreshed():
     assert after.refreshed == 1 and after.measured == 0
 
 
+@pytest.mark.slow
 def test_several_states_take_the_factors_of_their_own_layers():
     names = {"first": "one", "norm": "one", "offset": "two", "out": "two", "temperature": "two"}
 
@@ -230,6 +233,7 @@ def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
     np.testing.assert_allclose(found_average.ravel(), own, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_is_its_own_argument_in_a_loop():
     """Structure and types stay, so `scan` and `cond` take it."""
     tx = kfac.kfac(0.05, layers(), cost=0.5)

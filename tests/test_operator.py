@@ -161,6 +161,7 @@ def test_products_are_those_of_dense_matrices(form, function):
     assert not np.any(found["skipped"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["eigh", "cholesky", "ekfac"])
 def test_numbers_and_the_matrix_written_out(form):
     op, blocks = made(form), [m for own in blocks_of(form, DAMPING).values() for m in own]
@@ -188,6 +189,7 @@ def test_numbers_and_the_matrix_written_out(form):
     close(dense, dense.T)
 
 
+@pytest.mark.slow
 def test_the_undamped_matrix_is_that_of_exact_dense():
     op = kfac.curvature.operator(layers(), measured()[1])
     for layer in layers().with_factors:
@@ -207,6 +209,7 @@ def test_samples_have_the_covariance():
     assert np.all(np.abs(covariance - dense) <= bound + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__)
 def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     tx, measure = kfac.scale_by_kfac(layers(), damping=DAMPING, inverse=inverse), kfac.value_and_grad(loss_fn, layers())
@@ -228,6 +231,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     assert not np.any(found["skipped"])
 
 
+@pytest.mark.slow
 def test_the_factors_of_a_state_are_its_averages():
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
     measure, update = jax.jit(kfac.value_and_grad(loss_fn, layers())), jax.jit(observing(tx))
@@ -247,6 +251,7 @@ def test_the_factors_of_a_state_are_its_averages():
         kfac.curvature.averaged_factors(kfac.state.scatter_state(state, 2), layers())
 
 
+@pytest.mark.slow
 def test_three_devices_are_one():
     """An operator of factors that lie on several devices, and products with trees that do."""
     mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
@@ -264,6 +269,7 @@ def test_three_devices_are_one():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
 
 
+@pytest.mark.slow
 def test_lineax_solves_with_it():
     import lineax
 

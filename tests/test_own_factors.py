@@ -138,6 +138,7 @@ def run(step, state, place=lambda x: x):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "decay"),
     [(4, 0.75), (1, 0.0), slow(1, 0.75), slow(4, 0.0)],
@@ -153,6 +154,7 @@ def mesh_of(devices):
     return jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,6 +197,7 @@ def test_on_devices_of_a_pmap():
     check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
+@pytest.mark.slow
 def test_under_jit_over_a_mesh():
     layers, mesh = found_layers(), mesh_of(3)
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh))
@@ -203,6 +206,7 @@ def test_under_jit_over_a_mesh():
     check(jax.jit(kfac.state.gather_state)(state), layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "max_dim"),
     [(100, 5), (3, 2), slow(100, 2), slow(3, 5)],
@@ -247,6 +251,7 @@ def test_they_precondition_as_any_block_does():
     np.testing.assert_allclose(updates["temperature"], v / (v**2 + 0.5 * damping), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inverse", [kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__
 )

@@ -75,6 +75,7 @@ def test_it_does_what_it_says():
     assert kfac.diagnostics(state)["failed_inversions"] == 0
 
 
+@pytest.mark.slow
 def test_on_three_devices_it_is_the_same():
     options = {"inverse": Diagonal(power=0.5), "damping": 0.1, "kl_clip": 1e-2}
     expected, one = steps(plain_kfac(0.1, layers(), **options))
@@ -158,6 +159,7 @@ class Constant(Diagonal):
         return super().refresh(kept, factors, damping)[0], jnp.ones(len(factors.A))
 
 
+@pytest.mark.slow
 def test_what_it_returns_need_not_differ_between_devices():
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
     tx, over = (

@@ -274,6 +274,7 @@ def test_links_between_documents_lead_somewhere():
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+@pytest.mark.slow
 def test_lapack_gets_one_thread_unless_the_user_says_otherwise():
     script = "import os, kfac; print(os.environ['OPENBLAS_NUM_THREADS'])"
     for given, expected in ((None, "1"), ("3", "3")):

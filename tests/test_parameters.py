@@ -506,6 +506,7 @@ def test_another_equation_has_no_roles():
     assert scan(traced("sin", jnp.sin, X)) is None
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_scan_inside_a_loss():
     """On JAX 0.10 the loss has a `closed_call`; its kernel gets a block like any other."""
 

@@ -48,6 +48,7 @@ def check(model, params, batch, loss=None, **options):
 # -- several uses ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recurrent_kernels_of_a_loop_and_of_a_scan(x64):
     """Both kernels of a recurrent cell, with their bias: as many uses as there are steps."""
 
@@ -142,6 +143,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", FUSED)
 def test_a_fused_projection_that_is_split(x64, spelling):
     """Query, key and value in one leaf, cut before the products: a copy for each, of a factor A that is the same."""
@@ -427,6 +429,7 @@ def test_numbers_times_kernels_across_boundaries(x64):
     check(reference, params, sequences(), loss=loss)
 
 
+@pytest.mark.slow
 def test_numbers_times_kernels_that_enter_scans(x64):
     """As constants, as what is scanned over, and carried along."""
 

@@ -89,6 +89,7 @@ def test_small_blocks_are_sent_in_float32_whatever_factors_are(resnet50):
     assert narrow["reduce-scatter"] == wide["reduce-scatter"] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inverse", [kfac.Soap(), kfac.Ekfac("bfloat16"), kfac.Cholesky()], ids=["Soap", "Ekfac", "Cholesky"]
 )
@@ -112,6 +113,7 @@ def test_its_memory_is_that_of_the_state(inverse, devices):
     assert kfac.planning.Assignment(layers, devices=devices, inverse=inverse).memory_per_device == held
 
 
+@pytest.mark.slow
 def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
     text = str(kfac.planning.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
@@ -120,6 +122,7 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
         assert word in text
 
 
+@pytest.mark.slow
 def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
     for overhead in (0.3, 0.5, 1.0):
         plan = kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=overhead)
@@ -136,6 +139,7 @@ def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
     assert none.inverse_every is None and "no intervals keep to 1.0%" in str(none)
 
 
+@pytest.mark.slow
 def test_hardware_and_its_rates(resnet50):
     slow, fast = (kfac.planning.plan(resnet50, devices=8, batch=256, bandwidth=rate) for rate in (1e9, 1e12))
     assert slow.seconds["gradients"] == pytest.approx(1000 * fast.seconds["gradients"])
@@ -172,6 +176,7 @@ def test_layers_without_positions_are_refused(resnet50):
         kfac.planning.plan(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
 
 
+@pytest.mark.slow
 def test_eigendecompositions_cost_more(resnet50):
     cholesky, eigh = (
         kfac.planning.plan(resnet50, devices=8, batch=256, inverse=i) for i in (kfac.Cholesky(), kfac.Eigh())
@@ -211,6 +216,7 @@ def interval(loss, layers, params, x, **options):
 
 # 3 products of 2 n d (d + 4) FLOPs each. Statistics of every k-th example take 2 n (3 d^2 + 4^2) / k, and two products,
 # for these examples; the refreshes take 3 f (3 d^3 + 4^3).
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "width", "inverse", "cost", "every"),
     [
@@ -243,6 +249,7 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(examples
         jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_every=1, **settings))
 
 
+@pytest.mark.slow
 def test_without_a_number_of_examples_every_step_refreshes():
     loss, params, x = perceptron(1, 64)
     layers = kfac.find_layers(loss, params, x)

@@ -57,6 +57,7 @@ def test_factors_equal_brute_force(network):
     check_factors(network)
 
 
+@pytest.mark.slow
 @few(4)
 @given(networks(depth=2), st.data())
 def test_factors_equal_brute_force_with_as_many_examples_as_some_axis_is_long(network, drawn):
@@ -86,6 +87,7 @@ def check_network_moments(network):
         check_moments(network.loss, network.parameters(np.float64), network.batch(0, 4, np.float64))
 
 
+@pytest.mark.slow
 @few(4)
 @given(networks(interacting=False))
 def test_moments_equal_brute_force(network):
@@ -167,6 +169,7 @@ def check_schedule(network, options, schedule, compute):
     assert full._cache_size() == any(schedule) and cheap._cache_size() == (not all(schedule))
 
 
+@pytest.mark.slow
 @few(2)
 @example(
     VARIED,
@@ -227,6 +230,7 @@ def check_devices(network, options, schedule, count):
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @settings(phases=[Phase.explicit], **USUAL)
 @example(
     VARIED,

@@ -181,6 +181,7 @@ def test_grouped_convolutions_with_channels_first(x64):
     assert layers["conv"].copies == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scans(x64, remat):
     """Stacked kernels, and one that all iterations share: a recurrent network."""
@@ -258,6 +259,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
     assert relative_error(np.kron(expand[name].G, expand[name].A), np.kron(factors[name].G, factors[name].A)) > 0.1
 
 
+@pytest.mark.slow
 def test_micro_batches_and_single_positions(x64):
     params, batch = parameters(BIASED), (normal(1, 6, T, 5), normal(2, 6, 60))
     layers = kfac.find_layers(plain(dense), params, *batch, reduce=("dense",))

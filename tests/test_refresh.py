@@ -73,17 +73,20 @@ def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
     assert state_of(found).metrics.condition > 1 and state_of(found).metrics.inverse_age == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh()], ids=["cholesky", "eigh"])
 def test_a_refresh_apart_is_that_of_observe(inverse):
     check(inverse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, kfac.Distribution("devices")])
 def test_on_several_devices(given):
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
     check(distribution=given, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_under_jit_with_a_mesh():
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",), axis_types=(AxisType.Auto,))
     check(distribution=kfac.Distribution(mesh=mesh))
@@ -114,6 +117,7 @@ def test_until_the_first_refresh_gradients_pass_through():
     assert state_of(state).refreshed == -1 and refreshed.refreshed == 1
 
 
+@pytest.mark.slow
 def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_to():
     params = {"scale": jnp.array([1.0, 2.0, 0.5])}
 
@@ -166,6 +170,7 @@ def test_portions_are_equal(monkeypatch, blocks, most):
     np.testing.assert_allclose(np.asarray(new.inverse.A), np.asarray(new.inverse.A)[:1].repeat(blocks, 0), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [9, 10, 12])
 def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_refused(refused):
     """Its count runs ahead of that of the state: statistics never come at a multiple of the interval again."""

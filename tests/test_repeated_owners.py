@@ -98,6 +98,7 @@ def is_state(x):
     return isinstance(x, kfac.state.KfacState)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,6 +122,7 @@ def test_in_shard_map_it_is_one_device(x64, options):
         close([held[name].factors, held[name].weight], [block.factors, block.weight])
 
 
+@pytest.mark.slow
 def test_over_a_mesh_it_is_one_device(x64):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
@@ -134,12 +136,14 @@ def test_over_a_mesh_it_is_one_device(x64):
     assert all(own.shard.devices == 2 for own in state[0].owned.values())
 
 
+@pytest.mark.slow
 def test_without_the_check_and_in_bfloat16(x64):
     step, state = in_shard_map({"communication_dtype": "bfloat16"}, check_vma=False)
     params, _ = trained(step, parameters(), state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), params, on_one({})[0])
 
 
+@pytest.mark.slow
 def test_between_nodes_there_are_sums_only(x64):
     step, state = in_shard_map({"gradients": "local"})
     compiled = jax.jit(step, static_argnums=3).lower(parameters(), state, tied_batch(0), True).compile()

@@ -199,6 +199,7 @@ def test_one_prediction_for_many_positions(x64):
     assert_unbiased(found, exact_factors(mixing, "gaussian", params, x, N))
 
 
+@pytest.mark.slow
 def test_the_gradients_own_factors_are_not_drawn(x64):
     """A leaf without exact rows is not in the factors, whatever the targets."""
     params, x = {"w": normal(0, D, OUT), "temperature": jnp.ones(())}, normal(9, N, D)
@@ -241,6 +242,7 @@ def test_two_outputs_are_independent_given_the_input(x64):
 # -- the loss itself ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_loss_and_gradients_are_those_of_the_loss(likelihood, dtype):
@@ -334,6 +336,7 @@ def _in_a_jitted_gradient(p, x):
     return z + 0 * pull(jnp.ones_like(z))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "marked", [_in_jit, _in_remat, _in_vmap, _in_vmap_over_the_last_axis, _cast, _in_a_jitted_gradient]
 )
@@ -353,6 +356,7 @@ def test_a_mark_is_found_and_the_draws_are_the_same(marked):
             assert relative_error(a, np.asarray(b, np.float64)) <= tolerance
 
 
+@pytest.mark.slow
 def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
     """Each iteration is a part of the predictions and draws for itself; `n` counts all of them."""
     params, x = {"w": normal(0, D, HIDDEN), "out": normal(1, HIDDEN, OUT)}, normal(9, T, N, D)
@@ -404,6 +408,7 @@ def _same_rows(copies):
     return parameters(np.float32), jnp.tile(normal(9, N, D, dtype=np.float32), (copies, 1))
 
 
+@pytest.mark.slow
 def test_microbatches_draw_for_themselves():
     params, x = _same_rows(4)
     fn = function(loss_of(network, "categorical"), params, x)
@@ -428,6 +433,7 @@ def test_microbatch_leaves_other_keywords_called_key_alone():
     np.testing.assert_allclose(value, loss(params, x, 2), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["pmap", "shard_map", "unchecked shard_map", "two axes"])
 def test_devices_draw_for_themselves(mapped):
     params, x = _same_rows(4)

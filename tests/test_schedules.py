@@ -28,6 +28,7 @@ def test_momentum_in_proportion_to_the_rate():
     assert kfac.schedules.coupled_momentum(0.9, rate, reference_rate=0.2)(0) == np.float32(0.9)
 
 
+@pytest.mark.slow
 def test_coupled_momentum_in_the_optimizer():
     """By the ratio it is constant momentum with the rate behind it; the paper's form is another method."""
     falling = optax.polynomial_schedule(0.1, 0.0, 3, transition_steps=6, transition_begin=1)

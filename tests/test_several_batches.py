@@ -62,6 +62,7 @@ def truth(params, batch):
     return blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_empirical_statistics(scanned):
     params, batch = problem()
@@ -165,6 +166,7 @@ def test_a_penalty_of_products_with_a_constant(marked):
     assert (layers["trunk"].note == why) == (not marked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laplacian", ["nested", "hessian", "jacfwd"])
 def test_a_differential_equation_and_its_boundary(laplacian):
     """Kernels have exact rows of both batches, and of the constant tangents of the first."""
@@ -271,6 +273,7 @@ def test_a_mark_on_one_of_two_terms(loss):
         np.testing.assert_allclose(factors[name].A, a.T @ a / LARGE, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [SMALL, LARGE, 2 * LARGE])
 @pytest.mark.parametrize("way", ["none", "number", "mark"])
 def test_rows_of_the_batch_joined_with_others(way, others):

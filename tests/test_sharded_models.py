@@ -163,6 +163,7 @@ def grid():
                     yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{init}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "kind", "inverse", "devices", "init", "max_dim"), list(grid()))
 def test_a_mesh_is_one_device(form, kind, inverse, devices, init, max_dim, x64):
     inverse = getattr(kfac, inverse)()

@@ -86,6 +86,7 @@ def zeros_of_its_own(x):
 WRAPS = {"alone": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "wrap"), [*((case, "alone") for case in CASES), ("laplacian", "jit"), ("first state", "remat")]
 )
@@ -100,6 +101,7 @@ def test_they_count_as_rows_of_every_example(x64, case, wrap):
             assert relative_error(a, np.asarray(b)) < 1e-10, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("derivative", [jax.hessian, jax.jacfwd, jax.grad, jax.linearize], ids=lambda f: f.__name__)
 def test_derivatives_as_they_are_written(x64, derivative):
     """Gradients are right, and a doubled batch leaves the statistics as they are."""

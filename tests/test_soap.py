@@ -93,6 +93,7 @@ def assert_orthogonal(vectors, atol=1e-5):
     np.testing.assert_allclose(products, np.broadcast_to(np.eye(products.shape[-1]), products.shape), atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-6), (jnp.float64, 1e-13)])
 def test_the_basis_comes_to_that_of_an_eigendecomposition(x64, dtype, atol):
     """What lies beside the diagonal of `Q^T A Q` falls, refresh by refresh, to rounding."""
@@ -132,6 +133,7 @@ def test_the_basis_stays_orthogonal(scale):
     np.testing.assert_allclose(along[:, :3], np.linalg.eigvalsh(average)[:, :-4:-1], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_the_same_rows_in_another_order():
     """Where a batch has fewer rows than factors have dimensions, rounding does not choose where steps go."""
     rng = np.random.default_rng(0)
@@ -190,6 +192,7 @@ def test_factors_that_say_little():
     np.testing.assert_allclose(follow(found, jnp.asarray(stack, jnp.float32)).ends[1], [0, x @ x, 3, -1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_bases_are_kept_in_float32_and_applied_in_bfloat16():
     (_, wide, expected), (_, narrow, updates) = (
         history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(precision)))[-1] for precision in ("float32", "bfloat16")
@@ -211,6 +214,7 @@ def test_a_refresh_that_fails_keeps_basis_and_moments():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse_every", [3, slow(1)])
 def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
@@ -228,6 +232,7 @@ def test_several_devices_are_one(inverse_every):
     assert_equal(again, portable)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_moments_alone():
     tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Soap())
     _, state, _ = history(tx, 2)[-1]
@@ -294,6 +299,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     assert_equal(motions(after), motions(state))
 
 
+@pytest.mark.slow
 def test_owners_under_shard_map():
     """The whole optimizer, with the momentum of the gradients, where every device has its own part of the state."""
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
@@ -317,6 +323,7 @@ def test_owners_under_shard_map():
         params = at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-17, 1e-19, 1e-25])
 def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
     """Its mean squares, times the damping, leave the range of float32."""
@@ -331,6 +338,7 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(updates["out"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
 @pytest.mark.parametrize(
     "dtype",
@@ -371,6 +379,7 @@ def test_the_default(options, expected):
     assert found_inverse(LAYERS, problem.initial(), **options) == expected
 
 
+@pytest.mark.slow
 def test_the_default_is_the_same_as_naming_it():
     (_, one, updates), (_, other, expected) = (
         history(kfac.kfac(0.1, LAYERS, **options))[-1] for options in ({}, {"inverse": kfac.Soap(), "damping": 1e-4})
@@ -379,6 +388,7 @@ def test_the_default_is_the_same_as_naming_it():
     assert_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "given"), [(kfac.Soap(), kfac.Cholesky()), (kfac.Cholesky(), kfac.Soap())])
 def test_the_state_of_another_inverse_is_refused(made, given):
     """The parts of the two states differ, too: the default may change with the layers."""

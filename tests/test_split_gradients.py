@@ -95,6 +95,7 @@ def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, ow
         jax.tree.map(lambda x, g: np.testing.assert_(x.sharding.is_equivalent_to(g.sharding, x.ndim)), new, split)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
     """In what owners alone get, in what all do, and in what is left out."""
     grads, factors = measured()
@@ -109,6 +110,7 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
             assert (state.count, state.metrics.skipped_steps) == (0, 1), path
 
 
+@pytest.mark.slow
 def test_narrow_gradients_and_layers_that_are_masked(x64):
     params = parameters(jnp.bfloat16)
     layers = found(jnp.bfloat16)
@@ -124,6 +126,7 @@ def test_narrow_gradients_and_layers_that_are_masked(x64):
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=0.01, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_no_device_gets_all_of_a_gradient(kind):
     """Stacked kernels that are split by rows, with biases: what is gathered is the norms', and hardly any memory."""
@@ -157,6 +160,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
         assert sizes[False][0] >= 8 * copies * d * d and sizes[True][1] < 0.6 * sizes[False][1], sizes
 
 
+@pytest.mark.slow
 def test_what_overflows_a_narrow_dtype_is_no_step():
     """A float16 kernel beside a float32 bias; far too large is what has been preconditioned, not the gradient."""
     params = {"w": jnp.ones((4, 4), jnp.float16), "b": jnp.ones(4, jnp.float32)}

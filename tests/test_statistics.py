@@ -73,6 +73,7 @@ def assert_close(one, other, rtol=1e-12):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-14), one, other)
 
 
+@pytest.mark.slow
 def test_of_all_examples_they_are_those_beside_the_gradients():
     expected = factors_of(*batch(8))
     assert_close(measure()(params(), *batch(8)), expected)
@@ -80,6 +81,7 @@ def test_of_all_examples_they_are_those_beside_the_gradients():
     np.testing.assert_allclose(expected.gradients["temperature"], gradient["temperature"], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "every"), [(8, 4), (4, 4), (7, 3)])
 def test_factors_are_those_of_the_examples_taken(n, every):
     """As many as fit: of seven examples the first and the fourth."""
@@ -104,6 +106,7 @@ def test_moments_are_those_of_the_examples_taken():
     assert_close(found_moments, factors_of(*(x[::2] for x in batch(6)), basis=basis))
 
 
+@pytest.mark.slow
 def test_sampled_targets_are_those_of_the_smaller_batch():
     key, half = jax.random.key(0), [x[::2] for x in batch(6)]
     found_factors = measure(fisher="sampled", fraction=1 / 2)(params(), *batch(6), fisher_key=key)
@@ -142,6 +145,7 @@ def test_the_number_of_examples_is_that_of_the_whole_batch():
     assert_close(kfac.statistics(loss, layers, num_examples=8, fraction=1 / 2)(p, x), expected)
 
 
+@pytest.mark.slow
 def test_several_devices_take_a_quarter_each():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     whole, taken = batch(16), [x[::4] for x in batch(16)]

@@ -67,6 +67,7 @@ def statistics(loss, params, *batch, **options):
     return layers, jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)[2]
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_is_the_formula(x64):
     params, batch = embedding_parameters(), sentences()
     layers, factors = statistics(embedding_loss, params, batch)
@@ -133,6 +134,7 @@ def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
     np.testing.assert_allclose(found, [0.802, 0.727, 0.761, 0.921], atol=5e-4)
 
 
+@pytest.mark.slow
 def test_devices_and_micro_batches_are_one(x64):
     """The proportion of the two uses is that of the whole batch."""
     params, batch = embedding_parameters(), sentences()

@@ -52,6 +52,7 @@ def close(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +77,7 @@ def test_linen(x64, options):
     assert kfac.diagnostics(state)["skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_nnx_with_batch_norm_in_parts_of_the_batch():
     class Network(nnx.Module):
         def __init__(self, rngs):
@@ -102,6 +104,7 @@ def test_nnx_with_batch_norm_in_parts_of_the_batch():
     assert not np.array_equal(jax.tree.leaves(rest)[0], jax.tree.leaves(before)[0])
 
 
+@pytest.mark.slow
 def test_equinox_with_sampled_targets():
     model = eqx.nn.MLP(5, 3, 8, depth=1, activation=jnp.tanh, key=jax.random.key(4))
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -211,6 +214,7 @@ def test_inside_of_a_loop_it_is_the_same():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), again[0], found[0])
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_have_keys_of_their_own():
     """Halves of a batch that are alike, each with its own mask, are not one half twice."""
     params, rate = {"w": jnp.ones((5, 3))}, 0.1
@@ -231,6 +235,7 @@ def test_parts_of_a_batch_have_keys_of_their_own():
     np.testing.assert_allclose(loss, sum(parts) / 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_number_of_examples_that_the_loss_does_not_show():
     def loss_fn(params, batch):  # the loss is of the second half of each sequence
         logits = kfac.output((batch @ params["w"])[:, 2:], "gaussian")
@@ -261,6 +266,7 @@ def test_the_state_of_another_network_is_refused_with_words():
         kfac.kfac(0.1, layers).update({"w": jnp.ones((4, 3))}, state, {"w": jnp.ones((5, 3))})
 
 
+@pytest.mark.slow
 def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
     p, b = {"w": normal(0, 5, 3)}, (normal(1, 8, 5), normal(2, 8, 3))
 
@@ -278,6 +284,7 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
         after(num_examples=6, num_microbatches=4)
 
 
+@pytest.mark.slow
 def test_what_is_split_is_found_or_said(x64):
     """The batch are the arguments that hold the examples; another that is as long goes to all parts whole."""
     p, x, y, scale = {"w": normal(0, 4, 3)}, normal(1, 4, 4), normal(2, 4, 3), normal(3, 4)
@@ -342,6 +349,7 @@ def said_in_a_slow_trace(capsys, monkeypatch, speed, **options):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
     said = said_in_a_slow_trace(capsys, monkeypatch, speed=50)
     lines = said.err.splitlines()
@@ -361,6 +369,7 @@ def test_a_loss_that_raises_leaves_no_thread():
     none_is_left(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_donated_arguments_are_parameters_and_state_alone(named):
     def loss_fn(params, batch, scale):
@@ -382,6 +391,7 @@ def test_donated_arguments_are_parameters_and_state_alone(named):
     np.testing.assert_array_equal(*ends)
 
 
+@pytest.mark.slow
 def test_donation_with_a_loss_of_parameters_alone():
     ends = []
     for donate in (False, True):

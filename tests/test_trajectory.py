@@ -197,6 +197,7 @@ def test_trajectory_in_float64(x64, configuration):
     run(configuration, jnp.float64, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["everything", pytest.param("late refresh", marks=pytest.mark.slow)])
 def test_trajectory_in_float32(configuration):
     run(configuration, jnp.float32, 2e-4)

@@ -147,6 +147,7 @@ def test_every_switch_changes_the_result(option):
     assert differ(plainly(**base), plainly(**base, **{option: value}))
 
 
+@pytest.mark.slow
 def test_numbers_arrays_and_constant_schedules_are_the_same():
     numbers = run(plain_kfac(layers=layers(), **BASE))[0]
     assert_close(with_numbers(BASE), numbers, 1e-5)
@@ -228,6 +229,7 @@ def test_stored_factors_contain_no_damping():
     assert differ(field_of(little, "inverse"), field_of(much, "inverse"))
 
 
+@pytest.mark.slow
 def test_a_batch_twice_over_gives_the_same_update():
     tx = kfac.scale_by_kfac(layers())
 
@@ -245,6 +247,7 @@ def test_a_batch_twice_over_gives_the_same_update():
 # What passes through.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_gradients_pass_bit_for_bit_until_the_first_statistics(precision):
     tx = kfac.scale_by_kfac(layers(), inverse=kfac.Cholesky(precision))
@@ -396,6 +399,7 @@ def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
     assert_close(before["first"]["bias"], free["first"]["bias"], 1e-6)
 
 
+@pytest.mark.slow
 def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
     """Before batch norm the whole length goes into turning; elsewhere the direction stays as it is."""
     rng = np.random.default_rng(0)
@@ -426,6 +430,7 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
         np.testing.assert_allclose(turned[name], direction * length / jnp.linalg.norm(direction), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stacked_layers_train_like_separate_ones():
     """A scan over stacked kernels and the same layers one by one, also where a norm of each kernel is taken."""
     rng = np.random.default_rng(0)
@@ -505,6 +510,7 @@ def test_weight_decay_is_decoupled_and_masked():
     assert_close(masked["first"]["bias"], plain["first"]["bias"], 1e-6)
 
 
+@pytest.mark.slow
 def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
     """Classification from features of very different size; gradient descent at the best of many rates."""
     rng = np.random.default_rng(0)
@@ -547,6 +553,7 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
 # Axes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("communication_dtype", ["bfloat16", "float32"])
 def test_factors_are_averaged_over_a_named_axis(communication_dtype):
     tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution("devices"))
@@ -783,6 +790,7 @@ def test_diagnostics_of_no_or_two_preconditioners_are_refused():
         kfac.diagnostics((state, state))
 
 
+@pytest.mark.slow
 def test_running_averages_are_written_in_the_place_of_the_old_ones():
     """A step needs room for the batch's factors and gradients, stacked, and for a refresh; not for its own again."""
 

@@ -135,6 +135,7 @@ def test_what_comes_back_by_a_later_iteration_counts():
     assert layers["w"].kind == "dense"
 
 
+@pytest.mark.slow
 def test_sampled_targets_do_not_count_what_the_outputs_do_not_see():
     """A head beside the marked output shares a kernel with it; only the marked one has a likelihood."""
 
@@ -202,6 +203,7 @@ def test_the_number_of_examples_where_the_only_kernel_is_skipped(x64):
     np.testing.assert_allclose(factors["scale"].F[:, 0, 0], 60 * np.sum(each**2, 0), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_key_of_a_loss_stays_its_own():
     def loss(p, x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)

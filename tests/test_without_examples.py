@@ -101,6 +101,7 @@ def test_a_product_without_examples_has_no_exact_rows(loss, params, skip, reason
     assert {layer.kind for layer in kfac.find_layers(loss, params, X, Y) if layer.name == "w"} <= {"dense"}
 
 
+@pytest.mark.slow
 def test_a_scaled_constant_is_not_taken_for_examples():
     """Each example's gradient of a scale of constants that are added to it is known."""
 
@@ -184,6 +185,7 @@ def test_names_with_slashes_do_not_collide():
     assert "a/k" in layers and layers["a/k"] in layers and "k" not in layers
 
 
+@pytest.mark.slow
 def test_flattened_tokens_with_as_many_heads_as_examples(x64):
     params = {"w": np.float64(array(6, 8)), "s": np.float64(array(2))}
 

@@ -145,6 +145,7 @@ def test_a_wrapper_does_what_it_does_around_the_updates_of_kfac(name):
     assert differ(trained(name, replay(steps, statistics=False, **options), statistics=False), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["partition", "selective_transform", pytest.param("multi_transform", marks=pytest.mark.slow)]
 )
@@ -164,6 +165,7 @@ def test_a_wrapper_that_gives_out_whole_layers(name):
         assert_close(found[key], (plain if label == "kfac" else other)[key], 1e-5)
 
 
+@pytest.mark.slow
 def test_a_monitor_measures_what_kfac_would_do():
     tx = optax.monitor({"kfac": kfac.scale_by_kfac(layers())})
     found = history(tx, STEPS)
@@ -173,6 +175,7 @@ def test_a_monitor_measures_what_kfac_would_do():
         assert_close(updates, measured(t)[0], 0)  # and changes nothing
 
 
+@pytest.mark.slow
 def test_sam_in_opaque_mode_differentiates_at_the_point_of_the_adversary():
     tx = optimizer()
     opaque = contrib.sam(tx, ADVERSARY, opaque_mode=True)
@@ -253,6 +256,7 @@ def test_the_optimizer_of_nnx():
     assert kfac.diagnostics(nnx.as_pure(optimizer.opt_state))["condition"] > 1
 
 
+@pytest.mark.slow
 def test_linen_parameters_with_partitioning_metadata_are_those_without():
     """Boxes around leaves, as of `nn.with_partitioning`, are one more node of the tree."""
     dense = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)))

@@ -66,6 +66,7 @@ def test_statistics_are_those_of_brute_force(case):
     check(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRESSED)
 def test_what_does_not_count_changes_nothing(name):
     check(ZOO[name], dressed)
@@ -82,6 +83,7 @@ def test_strict_names_all_that_has_no_exact_rows(case):
     check_strict(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a soft prompt", "actor-critic", "MobileNet in haiku"])
 def test_three_devices_are_one(name):
     """A third of the batch on each: the mean of the factors is that of the whole batch, without any company."""
@@ -104,6 +106,7 @@ OVER_MESH = "actor-critic", "MobileNet in haiku", "GRU in linen"
 KNOWN = [case for case in ZOO.values() if not (case.name in BROKEN or case.hidden or case.alone)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(x, marks=[] if x.name in OVER_MESH else pytest.mark.slow, id=x.name) for x in KNOWN]
 )
@@ -171,6 +174,7 @@ def test_there_is_a_zoo():
     assert {*BROKEN, *REPEATED, *sum(REPEATED.values(), ()), *DRESSED} <= set(ZOO)
 
 
+@pytest.mark.slow
 def test_the_table_in_the_documentation():
     """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/test_zoo.py -k documentation`."""
     text, found = table(ZOO, BROKEN), PAGE.read_text()
