@@ -3,35 +3,35 @@
 Begin with:
 
 - `train_step`: everything in one call.
-- `find_layers`, `kfac`: an optax optimizer for a loop of your own.
-- `statistics`, `observe`, `statistics_due`: the call that this loop adds every few steps.
-- `schedules`: schedules of the learning rate, the damping and the momentum.
+- `find_layers`, `kfac`: an optax optimizer for your own training loop.
+- `statistics`, `observe`, `statistics_due`: the extra call that your loop makes every few steps.
+- `schedules`: schedules for the learning rate, the damping and the momentum.
 
 Change the loss and the loop:
 
-- `value_and_grad`: gradients and statistics in one backward pass. `Layers`, `Factors`: the types of results.
-- `microbatch`: splits a batch into parts. `Distribution`: how several devices are used.
+- `value_and_grad`: gradients and statistics in one backward pass.
+- `Layers`: the result of `find_layers`. `Factors`: a batch's statistics.
+- `microbatch`: splits a batch into parts. `Distribution`: settings for several devices.
 - `output`: marks the network's output, for the true Fisher matrix.
-- `diagnostics`: scalars to log. `state`: optimizer states on other devices and in checkpoints.
+- `diagnostics`: scalars to log. `state`: moves optimizer states between devices and checkpoints.
 
 Build an optimizer:
 
-- `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: whole optimizers beside `kfac`.
-- `Cholesky`, `Eigh`, `Ekfac`, `Soap`: how blocks are inverted. `Inverse`: the base of your own.
-- `register_primitive`: what an operation of your own does with a parameter.
-- `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: the types of what is returned.
+- `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: further optimizers.
+- `Cholesky`, `Eigh`, `Ekfac`, `Soap`: ways to precondition a block. `Inverse`: the base class for your own.
+- `register_primitive`: tells `find_layers` how to treat a custom derivative, a Pallas kernel or an FFI call.
+- `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: types for annotations.
 
 Measure and plan:
 
-- `curvature`: curvature as a linear operator, factors of a data set, exact Fisher matrices of small models.
-- `planning`: what a run on many devices would take.
+- `curvature`: curvature as a linear operator, a data set's factors, exact Fisher matrices of small models.
+- `planning`: predicts a run's cost, memory and messages on many devices.
 """
 
 import os as _os
 
-# JAX's LAPACK on CPUs is the OpenBLAS of SciPy, loaded when it is first needed. Its threads and XLA's get in each
-# other's way: on two busy cores, inverting twenty matrices of 64 x 64 took 0.4 s instead of 5 ms. XLA's threads are
-# enough.
+# On CPUs, JAX takes LAPACK from SciPy's OpenBLAS, which it loads on first use. OpenBLAS threads compete with XLA's: on
+# two busy cores, inverting twenty 64 x 64 matrices took 0.4 s instead of 5 ms. XLA's own threads suffice.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac import curvature as curvature
@@ -71,7 +71,7 @@ RENAMED = {"due": "statistics_due"}
 def __getattr__(name: str) -> object:
     if name in RENAMED:
         raise AttributeError(f"kfac.{name} is now kfac.{RENAMED[name]}")
-    for module in (curvature, planning, presets, state, types):  # whose names stood here in version 0.3.0 and before
+    for module in (curvature, planning, presets, state, types):  # up to version 0.3.0, `kfac` exported their names
         if hasattr(module, name) and not name.startswith("_"):
             raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
     raise AttributeError(f"module 'kfac' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Checks of arguments: a `ValueError` names the argument, what is accepted, and the value.
+"""Check arguments. Each `ValueError` names the argument, the accepted values and the actual value.
 
-`OPTIONS` says what the options may be that users pass by name.
+`OPTIONS` maps each option's name to its check.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from kfac._varying import axis_names
 
 
 def check_range(name: str, value: Any, interval: str, schedules: bool = True) -> None:
-    """Raises where a number is not in an interval such as `"[0, inf)"`; tracers and `schedules` are taken as given."""
+    """Raise if a value is not a number in an interval such as `"[0, inf)"`.
+
+    Tracers pass. With `schedules`, functions pass too.
+    """
     if isinstance(value, jax.core.Tracer) or (schedules and callable(value)):
         return
     low, high = map(float, interval[1:-1].split(","))
     try:
         if value is None or isinstance(value, str | bool) or np.shape(value) != ():
             raise TypeError
-        # Rounded as the computation will: 1 - 1e-9 is 1.
+        # Round to float32, as the computation will: 1 - 1e-9 becomes 1.
         number = float(np.float32(value))
     except (TypeError, ValueError):
         kind, given = " or a schedule" * schedules, "a function, " * callable(value)
         raise ValueError(f"{name} must be a number{kind}, but is {given}{value!r}") from None
-    # Bounds are compared in float32, too.
+    # Round the bounds to float32, too.
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
     below = number < high if interval[-1] == ")" else number <= high
@@ -40,12 +43,12 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
         raise ValueError(f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}")
 
 
-# As `check_range`, where no schedule will do.
+# Like `check_range`, but refuses schedules.
 check_number = functools.partial(check_range, schedules=False)
 
 
 def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
-    """Raises where a value is no integer, or is below `low`; arrays and floats without a fraction will do."""
+    """Raise if a value is not an integer, or is below `low`. Scalar arrays and floats with integral values pass."""
     if isinstance(value, jax.core.Tracer):
         return
     number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
@@ -54,19 +57,19 @@ def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
 
 
 def check_positive_int(name: str, value: Any) -> None:
-    """Raises where a static size is no positive `int`."""
+    """Raise if a static size is not a positive `int`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive int, but is {value!r}")
 
 
 def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
-    """Raises where a value is none of the strings that are accepted."""
+    """Raise if a value is not among the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, but is {value!r}")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raises where a value is no `bool`."""
+    """Raise if a value is not a `bool`."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
@@ -80,19 +83,23 @@ def check_multipliers(name: str, value: Any) -> None:
 
 
 def check_patterns(name: str, value: Any) -> None:
-    """Raises where a value is no sequence of regular expressions."""
-    several = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)  # an iterator ends here
+    """Raise if a value is not a sequence of regular expressions."""
+    # Iterators are refused, because this check would exhaust them.
+    several = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
     if not several or not all(isinstance(pattern, str | re.Pattern) for pattern in value):
         raise ValueError(f"{name} must be a sequence of regular expressions, but is {value!r}")
 
 
 def as_argnums(value: Any) -> tuple[int | str, ...]:
-    """One argument or several as a tuple."""
+    """Return argument positions or names as a tuple. A single position or name becomes a 1-tuple."""
     return tuple(value) if isinstance(value, Collection) and not isinstance(value, str) else (value,)
 
 
 def check_argnums(name: str, value: Any) -> None:
-    """Raises where a value does not say arguments: by positions, negative ones from the end, or names."""
+    """Raise if a value is not an argument's position or name, or a collection of distinct positions and names.
+
+    Negative positions are accepted: they count from the end.
+    """
     keys = as_argnums(value)
     valid = keys and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
     if not valid or len(set(keys)) < len(keys):
@@ -104,7 +111,7 @@ def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str,
 
 
 def check_fraction(name: str, value: float) -> int:
-    """Return `k` for a fraction `1 / k`; raise if a value is no such fraction."""
+    """Return `k` for a fraction `1 / k`. Raise if a value is not such a fraction."""
     check_number(name, value, "(0, 1]")
     k = round(1 / value)
     if abs(k * value - 1) > 1e-6:
@@ -112,7 +119,7 @@ def check_fraction(name: str, value: float) -> int:
     return k
 
 
-# Names that users of other optimizers try, and ours.
+# Other optimizers' option names and our own former names, with the present option.
 HINTS = {
     "lr": "learning_rate, the first argument",
     "b1": "momentum=",
@@ -127,7 +134,7 @@ HINTS = {
 
 
 def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a `TypeError` names the right option where a user tries another optimizer's name."""
+    """Wrap a function so that a keyword in `HINTS` raises a `TypeError` that names the right option."""
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
@@ -139,7 +146,7 @@ def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# What an option may be, by its name. A number may be a schedule where its function takes one.
+# The checks by option name. `check_range` also accepts schedules.
 OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_range, "damping unitwise_damping kl_clip trust_ratio", "(0, inf)"),
     **_rules(check_number, "overhead minimum target reference_rate flops inversion_flops bandwidth memory", "(0, inf)"),
@@ -171,18 +178,18 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
 
 
 def check(**options: Any) -> None:
-    """Raises where an option is not what its name allows."""
+    """Raise if an option fails its check in `OPTIONS`."""
     for name, value in options.items():
         OPTIONS[name](name, value)
 
 
 def check_given(**options: Any) -> None:
-    """As `check`, of those that are not None."""
+    """Call `check` on the options that are not None."""
     check(**{name: value for name, value in options.items() if value is not None})
 
 
 def check_axis_name(value: Any, name: str = "axis_name") -> None:
-    """Raises where a value cannot name axes of devices."""
+    """Raise if a value is not an axis name, a non-empty tuple of distinct axis names, or None."""
     names = axis_names(value)
     if value == () or not all(isinstance(axis, str) for axis in names) or len(set(names)) < len(names):
         what = "the name of an axis, a tuple of different names or None"
@@ -190,7 +197,18 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:
-    """Raises where a value is not of a type, which the message calls `what`: a `TypeError` where it is a class."""
+    """Raise if a value does not have the type `kind`.
+
+    Args:
+      name: the argument's name, for the message.
+      value: the argument.
+      kind: the accepted type or union.
+      what: describes `kind` in the message.
+
+    Raises:
+      TypeError: the value is a class, not an instance.
+      ValueError: the value has another type.
+    """
     if isinstance(value, type):
         raise TypeError(f"{name} must be {what}, but is the class {value.__name__}: call it, {value.__name__}()")
     if not isinstance(value, kind):
@@ -198,7 +216,7 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
 
 
 def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises where the arrays of a block are not there, or not of these shapes."""
+    """Raise if a block lacks an array named in `shapes`, or if the array has another shape."""
     for name, shape in shapes.items():
         actual = getattr(getattr(block, name, None), "shape", None)
         if actual != shape:
@@ -206,7 +224,7 @@ def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def check_by_layer(what: str, blocks: Mapping[str, Any], layers: Iterable[Layer], how: str) -> None:
-    """Raises where blocks are not those of `layers`, by name and by the shapes of their factors."""
+    """Raise if `blocks` and `layers` have different names, or if the factors in `blocks` have other shapes."""
     expected = {layer.name: layer.factor_shapes for layer in layers}
     for name in sorted(expected.keys() ^ set(blocks)):
         raise ValueError(f"{what} with{'out' * (name in expected)} layer {name!r}: {how}")
@@ -215,14 +233,14 @@ def check_by_layer(what: str, blocks: Mapping[str, Any], layers: Iterable[Layer]
 
 
 def check_layers(value: Any) -> None:
-    """Raises where a value is not what `find_layers` returns."""
+    """Raise if a value is not a `Layers`, the result of `find_layers`."""
     if not isinstance(value, Layers):
         how = "layers = kfac.find_layers(loss_fn, params, batch)"
         raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write {how}")
 
 
 def check_function(value: Any) -> None:
-    """Raises where a value cannot be a loss."""
+    """Raise if a value is not callable, so that it cannot be a loss function."""
     if not callable(value):
         what = reprlib.repr(value)
         raise ValueError(f"loss_fn must be a function, but is {what}: it comes before all other arguments")

@@ -1,4 +1,4 @@
-"""The statistics of a batch: Kronecker factors and small blocks, by layer."""
+"""A batch's statistics by layer: Kronecker factors and small dense blocks."""
 
 from __future__ import annotations
 
@@ -19,35 +19,48 @@ Average = Callable[[Any], Any]
 class Statistics:
     """The statistics of one layer, a pytree of arrays.
 
-    `Kronecker` and `Unitwise` are blocks; `combined` makes one of the others. A block also has `mean_eigenvalue()`,
-    `[k]` of a stack, and `dense(basis)`, the block as a matrix `[copies?, p, p]`; with eigenvectors `basis`, the one
-    that the moments correct.
+    Two subclasses are curvature blocks: `Kronecker` and `Unitwise`. `combined()` converts the other subclasses to a
+    block. A block has two more methods:
+
+    - `mean_eigenvalue()` returns the mean eigenvalue of each block in a stack, `[k]`.
+    - `dense(basis)` returns the block as a matrix `[copies?, p, p]`. With eigenvectors `basis`, this is the EKFAC
+      matrix, whose eigenvalues are the moments.
     """
 
     moments: Any = None
-    wire: Any = None  # of packed ones, the dtype in which devices send them
+    wire: Any = None  # for `Packed`, the dtype of the message between devices
 
     def combined(self, average: Average | None = None) -> Any:
-        """Returns the `Kronecker` or `Unitwise` block. `average`: averages over devices, where there are several."""
+        """Return the `Kronecker` or `Unitwise` block.
+
+        Args:
+          average: averages a tree of arrays over devices. None on one device.
+        """
         del average
         return self
 
     def packed(self, shapes: Shapes, average: Average | None = None, dtype: Any = None) -> Any:
-        """Packs them, in `dtype`. `shapes`: of the factors of one copy; `average`: as of `combined`."""
+        """Pack the statistics for a message. `Unitwise` blocks stay as they are.
+
+        Args:
+          shapes: one copy's factor shapes.
+          average: the argument of `combined`.
+          dtype: the packed vectors' dtype. None keeps the present dtype.
+        """
         block = self.combined(average)
-        return self if block is self else block.packed(shapes, dtype=dtype)  # small blocks go as they are
+        return self if block is self else block.packed(shapes, dtype=dtype)
 
     def unpacked(self) -> Any:
-        """The inverse of `packed`."""
+        """Undo `packed`."""
         return self
 
     def unscaled(self, by: Callable[[jax.Array], jax.Array]) -> Any:
-        """Applies `by`, a division, to all second moments of gradients."""
+        """Apply `by`, a division, to all second moments of gradients."""
         raise NotImplementedError
 
 
 class Uncombined(Statistics):
-    """Statistics with the factors `A` and `G` of the block that they become."""
+    """Statistics that have to be combined into a block. `A` and `G` are the factors of the combined block."""
 
     @property
     def A(self) -> jax.Array:
@@ -64,14 +77,15 @@ Shapes = tuple[tuple[int, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker(Statistics):
-    """Kronecker factors of one layer, or their inverses.
+    """The Kronecker factors of one layer, or their inverses.
 
-    Stacked copies of a layer have an axis more in front of each.
+    Stacked layers have a leading axis of copies in each array.
 
     Attributes:
-      A: of the inputs, `[d_in, d_in]`, or `[d_in]` where only the diagonal is kept.
-      G: of the gradients of the outputs, `[d_out, d_out]` or `[d_out]`.
-      moments: in statistics for `Ekfac`, the second moments of per-example gradients in an eigenbasis, `[d_out, d_in]`.
+      A: the factor of the inputs, `[d_in, d_in]`. A diagonal factor is `[d_in]`.
+      G: the factor of the output gradients, `[d_out, d_out]`. A diagonal factor is `[d_out]`.
+      moments: second moments of the per-example gradients in an eigenbasis, `[d_out, d_in]`, for `Ekfac`. Otherwise
+        None.
     """
 
     A: Any
@@ -101,22 +115,28 @@ _kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
 def is_diagonal(stack: Any) -> bool:
-    """Whether a stack of Kronecker factors holds their diagonals, `[k, d]`, rather than whole matrices."""
+    """Return whether stacked Kronecker factors are diagonals `[k, d]` instead of matrices `[k, d, d]`."""
     return stack.ndim == 2
 
 
 def diagonals(stack: jax.Array) -> jax.Array:
-    """`[k, d]`: every (d + 1)-th element of a matrix; diagonal factors are that already."""
+    """Return the diagonals `[k, d]` of stacked factors `[k, d, d]` or `[k, d]`."""
     if is_diagonal(stack):
         return stack
     k, d = stack.shape[:2]
+    # Take every (d + 1)-th element of the flat matrix.
     return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Eigen:
-    """Symmetric matrices `vectors diag(values) vectors^T`: `vectors` `[k, d, d]`, `values` `[k, d]`, not negative."""
+    """Eigendecompositions of symmetric matrices `vectors diag(values) vectors^T`.
+
+    Attributes:
+      vectors: eigenvectors `[k, d, d]`.
+      values: non-negative eigenvalues `[k, d]`.
+    """
 
     vectors: Any
     values: Any
@@ -125,10 +145,10 @@ class Eigen:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Unitwise(Statistics):
-    """A small dense block for each channel, of normalisation layers and of vectors.
+    """A small dense block for each channel in a normalisation layer, or for each element in a vector.
 
     Attributes:
-      F: `[d_out, p, p]`, with `p` parameters per channel.
+      F: the blocks `[d_out, p, p]`, with `p` parameters per channel.
     """
 
     F: Any
@@ -148,11 +168,12 @@ class Unitwise(Statistics):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed(Uncombined):
-    """A `Kronecker` block as vectors, of which each device of a mesh holds an equal part of the elements.
+    """A `Kronecker` block as vectors. On a mesh, each device holds an equal part of their elements.
 
     Attributes:
-      flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`, maybe with zeros behind.
-      shapes: of `A` and `G` of one copy.
+      flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`. The vectors may be padded
+        with zeros.
+      shapes: the shapes of `A` and `G` for one copy.
     """
 
     flat: Kronecker
@@ -160,14 +181,14 @@ class Packed(Uncombined):
 
     @classmethod
     def of(cls, block: Kronecker, shapes: Shapes) -> Packed:
-        """A block that is whole, packed."""
+        """Pack a block."""
         flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
         if block.moments is not None:
             flat = dataclasses.replace(flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1))
         return cls(flat, shapes)
 
     def unpacked(self) -> Kronecker:
-        """The inverse of `of`."""
+        """Undo `of`."""
         flat, (a, g) = self.flat, self.shapes
         sides = from_vectors(flat.A, a), from_vectors(flat.G, g)
         if flat.moments is None:
@@ -176,7 +197,7 @@ class Packed(Uncombined):
         return Kronecker(*sides, moments.reshape(*moments.shape[:-1], g[-1], a[-1]))
 
     def combined(self, average: Average | None = None) -> Kronecker:
-        """The block, whole on every device."""
+        """Return the unpacked block, with a copy on every device."""
         del average
         return _unpacked_everywhere(self)
 
@@ -205,30 +226,37 @@ def _unpacked_everywhere(block: Packed) -> Kronecker:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tied(Uncombined):
-    """Statistics of a kernel that is read as it is and as its transpose, `direct` and `transposed`.
+    """Statistics of a kernel that the program reads both directly and transposed, such as a tied embedding.
 
-    Both have the shapes of the layer's factors: of the transpose, what it reads is on the side of the outputs `G`, and
-    the gradients of what it writes on that of the inputs `A`. The block is the sum of two Kronecker products;
-    `combined` is the one that takes its place.
+    Both uses have the layer's factor shapes. The transposed use swaps the sides: its inputs give `G`, and its output
+    gradients give `A`. Together, the two uses give a sum of two Kronecker products. `combined` approximates this sum by
+    a single Kronecker product.
+
+    Attributes:
+      direct: the statistics of the direct uses.
+      transposed: the statistics of the transposed uses.
+      diagonal: the names of the diagonal factors, as in `Layer`.
+      cut: the numbers of diagonal blocks in `A` and `G`, as in `Layer`.
     """
 
     direct: Kronecker
     transposed: Kronecker
-    diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # of "A" and "G"
-    cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})  # into blocks
+    diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})
 
     def unscaled(self, by):
-        turned = Kronecker(by(self.transposed.A), self.transposed.G)  # there, gradients are on the side of the inputs
+        turned = Kronecker(by(self.transposed.A), self.transposed.G)  # the transposed use has its gradients in `A`
         return dataclasses.replace(self, direct=self.direct.unscaled(by), transposed=turned)
 
     def combined(self, average: Average | None = None) -> Kronecker:
-        """`(A + e A') (x) (G + G' / e)`: rows of the transpose count as further positions.
+        """Return the block `(A + e A') (x) (G + G' / e)`, where `A'` and `G'` belong to the transposed uses.
 
-        Inputs and gradients have scales of their own, which meet on each side; `e^2 = tr A tr G' / (tr G tr A')` brings
-        the two uses to the same proportion on both. With a trace of zero, e is 1.
+        The transposed uses' rows count as further positions. Each side adds second moments of inputs and of gradients,
+        which have different scales. The factor `e`, with `e^2 = tr A tr G' / (tr G tr A')`, gives the two uses the same
+        ratio of traces on both sides. If a trace is zero, `e` is 1.
 
         Args:
-          average: of the traces, over what the statistics are to be averaged over.
+          average: averages the traces over devices. None on one device.
         """
 
         def trace(block, side):
@@ -240,7 +268,7 @@ class Tied(Uncombined):
 
         traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
         a, g, turned_a, turned_g = average(traces) if average else traces
-        # Roots one by one: a product of traces may be too small for float32.
+        # Take the root of each trace, because a product of two traces may underflow in float32.
         above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
         positive = (above > 0) & (below > 0)
         scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
@@ -249,22 +277,22 @@ class Tied(Uncombined):
 
 
 def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
-    """Numbers of blocks, `[k]`, or of one, in the shape `[k, 1, ...]`, to go with `like`."""
+    """Reshape one number per block, `[k]`, to `[k, 1, ...]`, so that it broadcasts to `like`. Scalars work too."""
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ragged(Statistics):
-    """Statistics of stacked kernels of which data says how many rows each gets, as the experts of `lax.ragged_dot`.
+    """Statistics of stacked kernels whose row counts depend on data, such as experts in `lax.ragged_dot`.
 
-    `G` is `squares` over `rows`, where `rows` is that of the whole batch: over devices and micro-batches both are
-    averaged first. A share without rows of a kernel counts, too.
+    `G` is `squares / rows` for the whole batch. Both are averaged over devices and micro-batches before the division.
+    A device or micro-batch without rows for a kernel counts in these averages with zeros.
 
     Attributes:
-      A: as of `Kronecker`.
-      squares: `n` times the sum of `g g^T`, of the shape of `G`.
-      rows: rows for each example, `[copies]`.
+      A: the factor of the inputs, as in `Kronecker`.
+      squares: `n` times the sum of `g g^T`, shaped like `G`.
+      rows: the number of rows per example, `[copies]`.
     """
 
     A: Any
@@ -275,7 +303,11 @@ class Ragged(Statistics):
         return dataclasses.replace(self, squares=by(self.squares))
 
     def combined(self, average: Average | None = None) -> Kronecker:
-        """Returns the factors, from the `average` of the rows over what statistics are averaged over."""
+        """Return the factors. A kernel without rows gets `G = 0`.
+
+        Args:
+          average: averages the rows over devices. None on one device.
+        """
         rows = average(self.rows) if average else self.rows
         share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
         return Kronecker(self.A, self.squares * per_block(share, self.squares))
@@ -288,15 +320,17 @@ Block = Kronecker | Unitwise
 
 @jax.tree_util.register_pytree_with_keys_class
 class Factors(Mapping[str, Statistics]):
-    """The statistics of one batch, a pytree: from layer name to `Kronecker`, `Unitwise`, `Packed`, `Tied` or `Ragged`.
+    """A batch's statistics, a pytree that maps layer names to `Statistics`.
 
-    Like gradients, factors can be added, averaged, `psum`-ed with `jax.tree.map` and passed through `jit`. The average
-    of the factors of several batches is that of all of them together. `Packed`, `Tied` and `Ragged` blocks have
-    `A` and `G` as a `Kronecker` one has.
+    The values are `Kronecker`, `Unitwise`, `Packed`, `Tied` or `Ragged`. All except `Unitwise` have the factors `A`
+    and `G`.
+
+    Like gradients, factors can be added, averaged and `psum`-ed with `jax.tree.map`, and passed through `jit`. The
+    average over equally large batches equals the factors of all these batches together.
 
     Attributes:
       gradients: the mean gradients of the parameters with gradient factors, by path. The optimizer forms their factors
-        after the gradients are averaged over devices.
+        after it has averaged the gradients over devices.
     """
 
     def __init__(self, blocks: Mapping[str, Statistics], gradients: Mapping[str, jax.Array] | None = None):
@@ -316,20 +350,24 @@ class Factors(Mapping[str, Statistics]):
         return f"Factors({self._blocks!r})"
 
     def whole(self) -> Factors:
-        """Unpacks `Packed` blocks, which are spread over the devices of a mesh, to `Kronecker` ones on every device."""
+        """Unpack `Packed` blocks to `Kronecker` blocks, with a copy on every device.
+
+        Returns:
+          The new factors. Blocks of other types are unchanged.
+        """
         blocks = {n: block.combined() if block.wire is not None else block for n, block in self.items()}
         return Factors(blocks, self.gradients)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
-        """The statistics of the loss itself, from those of `loss_scale` times the loss.
+        """Return the statistics of the loss itself, if these factors come from `loss_scale` times the loss.
 
-        Gradients are divided by the scale, their second moments (`G`, `F`, `moments`) by its square; `A` does not
-        depend on it.
+        Gradients are divided by the scale. Their second moments (`G`, `F`, `moments`) are divided by its square. `A`
+        does not depend on the scale.
 
         Args:
-          loss_scale: the scalar the loss was multiplied by.
+          loss_scale: the factor by which the loss was multiplied.
         """
-        # Two divisions: the square of a large scale is not finite in float32 where the result is.
+        # Divide twice, because a large scale's square may overflow in float32.
         blocks = {n: block.unscaled(lambda x: x / loss_scale / loss_scale) for n, block in self.items()}
         return Factors(blocks, {path: x / loss_scale for path, x in self.gradients.items()})
 

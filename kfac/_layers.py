@@ -1,4 +1,4 @@
-"""What a layer is: its parameters, its curvature block, and how its parameters become a matrix."""
+"""Layers: their parameters, their curvature blocks, and the conversion between parameters and matrices."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
-MAX_DIM = 8192  # rows of a factor by default, and of a block of a larger one
-VOCABULARY = 30_000  # rows of a factor above the bound that is kept as its diagonal: tables of words have as many
-UNREACHED = "no gradient reaches it"  # the note of a skipped layer that is, as far as the loss goes, a constant
+MAX_DIM = 8192  # the default bound on a factor's rows; larger factors become diagonal blocks
+VOCABULARY = 30_000  # factors above the bound that have at least this many rows (vocabularies) become diagonal
+UNREACHED = "no gradient reaches it"  # the note of a skipped layer that does not affect the loss
 
 
 class UnsupportedLayerError(ValueError):
-    """A matrix product, convolution or opaque construct reads a parameter in a way that cannot be treated exactly.
+    """Raised by `find_layers(strict=True)` if an operation reads a parameter without exact per-example rows.
 
     The message names the parameter, the operation, the reason and the way out.
     """
 
 
 class Layout(NamedTuple):
-    """How a leaf becomes matrices: its atoms in memory order, each with a role, `"stack"`, `"out"` or `"in"`."""
+    """How a leaf becomes a stack of matrices. An atom is an axis of the leaf or a strided part of an axis.
+
+    Attributes:
+      roles: the role of each atom in memory order: `"stack"`, `"out"` or `"in"`.
+      sizes: the length of each atom.
+    """
 
     roles: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -41,30 +46,31 @@ class Layout(NamedTuple):
         return [k for role in ("stack", "in", "out") for k, r in enumerate(self.roles) if r == role]
 
     def to_rows(self, leaf):
-        """`leaf` as `[copies, d_in, d_out]` (`d_in` is 1 for a leaf without input axes)."""
+        """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
         rows = leaf.reshape(self.sizes).transpose(self._order())
         return rows.reshape(self.size("stack"), self.size("in"), self.size("out"))
 
     def from_rows(self, rows, shape: Sequence[int]):
-        """The inverse of `to_rows`, for a leaf of shape `shape`."""
+        """Undo `to_rows` for a leaf of shape `shape`."""
         order = self._order()
         inverse = [order.index(k) for k in range(len(order))]
         return rows.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
 
 
 class BlockKind(abc.ABC):
-    """A kind of block: what layers, groups and the optimizer ask of it.
+    """A kind of block, as layers, groups and the optimizer use it.
 
-    A new one is a file like `_curvature/unitwise.py`, and an entry in `BLOCKS`. Its statistics are a
-    `kfac._factors.Statistics`; a stack holds those of `k` blocks of one shape, along its leading axis.
+    To add a kind, write a file like `_curvature/unitwise.py` and an entry in `BLOCKS`. The statistics of a kind are a
+    `kfac._factors.Statistics`. A stack holds the statistics of `k` blocks of equal shape along its leading axis.
 
     Attributes:
-      name: the names of its groups begin so.
+      name: the kind's name, as it appears in the names of its groups.
       statistics: the type of its statistics.
-      owned: whether blocks are dealt out to the devices that own them. Else every device has all of them, they are
-        damped by `unitwise_damping`, and the state of an inverse names the inverse in an attribute `inverse`.
-      kernel: whether a block is a kernel, or a piece of one. Else each row of its matrix is a leaf.
-      captured: whether statistics come from the loss. Else the optimizer forms them of gradients.
+      owned: whether each block has an owner among the devices. Otherwise every device has all blocks,
+        `unitwise_damping` scales their damping, and the state of an inverse has an attribute `inverse`, the `Inverse`
+        that made it.
+      kernel: whether a block is a kernel or a piece of a kernel. Otherwise each row of its matrix is a leaf.
+      captured: whether the statistics come from the loss. Otherwise the optimizer forms them from gradients.
     """
 
     name: ClassVar[str]
@@ -75,89 +81,116 @@ class BlockKind(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
-        """Shapes of the statistics of one block."""
+        """Return the shapes of one block's statistics."""
 
     @abc.abstractmethod
     def of_gradients(self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array) -> Any:
-        """The gradient's own statistics, of averaged gradients `[k, d_in, d_out]`, for factors with `shapes`."""
+        """Form gradient factors from averaged gradients.
+
+        Args:
+          shapes: the shapes of one block's statistics.
+          gradients: the averaged gradients `[k, d_in, d_out]`.
+        """
 
     def inverse(self, inverse: Any) -> Any:
-        """The `Inverse` of such blocks, where `inverse` is the user's choice."""
+        """Return the `Inverse` of these blocks, given the user's `inverse`."""
         return inverse
 
     def layer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
-        """Shapes of the statistics of a layer, as they are captured."""
+        """Return the shapes of a layer's captured statistics."""
         return self.shapes(layer)
 
     def sizes(self, layer: Layer) -> tuple[int, int]:
-        """`d_in` and `d_out` of the matrix of one block."""
+        """Return `d_in` and `d_out` of one block's matrix."""
         return layer.d_in, layer.d_out
 
     def count(self, layer: Layer) -> int:
-        """How many blocks a layer has."""
+        """Return the number of a layer's blocks."""
         return 1
 
     def cells(self, layer: Layer) -> tuple[str, str]:
-        """What the table of layers says of the factors `A` and `G`."""
+        """Return the cells for `A` and `G` in the table of layers."""
         return "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
 
     def stack(self, layer: Layer, block: Any) -> Any:
-        """The statistics of a layer as a stack of its blocks."""
+        """Return the statistics of a layer as a stack of its blocks."""
         return jax.tree.map(lambda x: x[None], block)
 
     def unstack(self, layer: Layer, stack: Any) -> Any:
-        """The inverse of `stack`."""
+        """Undo `stack`."""
         return jax.tree.map(lambda x: x[0], stack)
 
     def scaled(self, factors: Any, back: bool = False) -> Any:
-        """The statistics of a stack from running averages of what `of_gradients` returns; or `back` to these."""
+        """Scale gradient factors.
+
+        Args:
+          factors: running averages of the results of `of_gradients`, as a stack.
+          back: whether to undo the scaling.
+        """
         return factors
 
     def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any]) -> Any:
-        """What a layer puts into the message of its group: its packed vectors, each filled up by `fill`."""
+        """Return a layer's part of its group's message.
+
+        Args:
+          layer: the layer.
+          packed: its packed statistics.
+          fill: pads a vector with zeros.
+        """
         return packed
 
     def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:
-        """The statistics that a stack of these is where it arrives, still to be `unpacked`."""
+        """Return the received stack as statistics, which are still to be `unpacked`.
+
+        Args:
+          shapes: the shapes of one block's statistics.
+          stack: the stacked results of `to_send`.
+        """
         return stack
 
 
-BLOCKS: dict[str, BlockKind] = {}  # by the kind of a layer: `_curvature/blocks.py` has the entries
+BLOCKS: dict[str, BlockKind] = {}  # keyed by `Layer.kind`; `_curvature/blocks.py` adds the entries
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One block of the curvature: the parameters it covers and the dimensions of its factors.
+    """The parameters of one curvature block and the dimensions of its factors.
 
     Attributes:
       name: the parameter path of the layer, joined by `/`.
-      kind: `"dense"`, `"conv"` or `"embedding"` (Kronecker: `A` is `[d_in, d_in]`, `G` is `[d_out, d_out]`),
-        `"unitwise"` (a block of `d_in` x `d_in` for each of `d_out` channels: normalisation scale and shift),
-        `"diagonal"` (one number for each of `d_out` elements), `"gradient"` (the gradient's own factors, which the
-        optimizer forms: Kronecker, or with `d_in` 1 one number for each of `d_out` elements) or `"skipped"` (no
-        curvature).
+      kind: the kind of the layer:
+
+        - `"dense"`, `"conv"` or `"embedding"`: Kronecker factors `A`, `[d_in, d_in]`, and `G`, `[d_out, d_out]`.
+        - `"unitwise"`: a `d_in` x `d_in` block for each of `d_out` channels (normalisation scale and shift).
+        - `"diagonal"`: one number for each of `d_out` elements.
+        - `"gradient"`: gradient factors, which the optimizer forms. They are Kronecker factors, or one number for each
+          of `d_out` elements if `d_in` is 1.
+        - `"skipped"`: no curvature.
       params: paths of the parameter leaves: kernel and bias, or scale and shift.
       shapes: shapes of these leaves.
       layouts: how each leaf becomes `[copies, rows, d_out]`.
       d_out: dimension of `G`, or number of channels.
-      d_in: dimension of `A`, the homogeneous 1 of a bias included, or parameters per channel.
-      copies: independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
-      stacked: whether the factors carry a leading axis of length `copies`.
-      diagonal: which of `"A"` and `"G"` are kept as their diagonals, `[d_in]` and `[d_out]`.
-      cut: in how many diagonal blocks of neighbouring rows `A` and `G` are kept. The kernel is then cut into as many
-        pieces, each with a Kronecker block of its own: of one block of `A` and one of `G`.
+      d_in: dimension of `A`, including the homogeneous 1 of a bias, or number of parameters per channel.
+      copies: number of independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
+      stacked: whether the factors have a leading axis of length `copies`.
+      diagonal: the names (`"A"`, `"G"`) of the factors that are kept as diagonals, `[d_in]` and `[d_out]`.
+      cut: the numbers of pieces `(a, g)` into which the input and the output side are cut. `A` is kept as `a` diagonal
+        blocks of neighbouring rows, `G` as `g`. The kernel becomes `a * g` pieces. Each piece has its own Kronecker
+        block, made of one block of `A` and one block of `G`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
-      told_apart: whether the gradient of each example can be formed: there is one use, whose examples are known.
-      note: why the parameters have no Kronecker block, or a factor of it is diagonal.
-      positions: positions per example that share the weight, at the shapes the layer was found with.
-      uses: how many operations, or iterations of a loop, read the parameters (or each part of them); their positions
-        add up.
-      order: of its first use in the program, among those of all layers; a backward pass comes to the layer in reverse.
-      overlap: how many windows of a convolution hold an input position, away from the edges: 9 for 3 x 3, 2.25 for 3 x
-        3 with stride 2. The most, where several operations read the kernel; 1 for all other layers.
+      told_apart: whether the layer can form per-example gradients. This needs a single use of the kernel and rows whose
+        examples are known.
+      note: a remark, such as the reason why the parameters have no Kronecker block, or why a factor is diagonal or cut.
+      positions: how many positions per example share the weight, at the traced shapes. None if unknown.
+      uses: number of operations or loop iterations that read the parameters. If they read different parts, this is the
+        maximum over the parts. Positions add up over uses.
+      order: position of the layer's first use in the program, relative to the other layers. A backward pass reaches the
+        layers in reverse order.
+      overlap: how many windows of a convolution hold an input position away from the edges: 9 for 3 x 3, or 2.25 with
+        stride 2. If several convolutions read the kernel, this is the maximum. Other layers have 1.
 
-    Shapes of a factor `A` of three stacked kernels with 10,000 inputs, and `cut=(2, 1)`: `block_shapes` has
-    `(5000, 5000)`, `side_shapes` `(2, 5000, 5000)`, `factor_shapes` `(3, 2, 5000, 5000)`.
+    For example, three stacked kernels with 10,000 inputs and `cut=(2, 1)` have these shapes of `A`: `(5000, 5000)` in
+    `block_shapes`, `(2, 5000, 5000)` in `side_shapes` and `(3, 2, 5000, 5000)` in `factor_shapes`.
     """
 
     name: str
@@ -181,59 +214,62 @@ class Layer:
 
     @property
     def kronecker(self) -> bool:
-        """Whether its block is a Kronecker product."""
+        """Whether the layer's block is a Kronecker product."""
         return self.kind in KRONECKER_KINDS or (self.kind == "gradient" and self.d_in > 1)
 
     @property
     def block(self) -> Any:
-        """Its `BlockKind`; None of a skipped layer."""
+        """The layer's `BlockKind`. None for a skipped layer."""
         return BLOCKS.get("diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind)
 
     @property
     def captured(self) -> bool:
-        """Whether its statistics come from the loss, in a `Factors`."""
+        """Whether a `Factors` holds statistics for this layer, captured in the loss."""
         return self.block is not None and self.block.captured and self.kind != "gradient"
 
     @property
     def has_bias(self) -> bool:
-        """Whether a bias makes up the last column of the matrix."""
+        """Whether the last column of the layer's matrix is a bias."""
         return self.kind in KRONECKER_KINDS and len(self.params) == 2
 
     @property
     def num_params(self) -> int:
-        """Number of elements of all leaves."""
+        """Number of elements in all leaves."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the statistics of this layer, in a `Factors` and in running averages."""
+        """Shapes of the layer's statistics, as in a `Factors`. Empty for a skipped layer."""
         return self.block.layer_shapes(self) if self.block else {}
 
     @property
     def correctable(self) -> bool:
-        """Whether `Ekfac` corrects eigenvalues of this layer: it has two whole factors, one use, and known examples."""
+        """Whether `Ekfac` corrects this layer's eigenvalues.
+
+        This needs two whole factors and per-example gradients (`told_apart`).
+        """
         return self.kind in KRONECKER_KINDS and not self.diagonal and self.pieces == 1 and self.told_apart
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces each copy of the kernel is cut."""
+        """Number of pieces into which each copy of the kernel is cut."""
         return self.cut[0] * self.cut[1]
 
     @property
     def inversion(self) -> int:
-        """The work of an inversion of one copy, `d^3` for each whole factor."""
+        """Work to invert one copy's blocks: `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
         shapes = self.block.shapes(self).values() if self.block else ()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one Kronecker block, `[d, d]`, or `[d]` for a diagonal one."""
+        """Factor shapes of one Kronecker block: `[d, d]`, or `[d]` if the factor is diagonal."""
         sizes = {"A": -(-self.d_in // self.cut[0]), "G": -(-self.d_out // self.cut[1])}
         return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the factors of one copy, `[d, d]`; of one that is cut `[blocks, d, d]`, of a diagonal one `[d]`."""
+        """Factor shapes of one copy: `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         sides = zip(self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True)
         return {
             name: (size,) if name in self.diagonal else (count, *shape) if count > 1 else shape
@@ -241,79 +277,80 @@ class Layer:
         }
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
-        """Cuts matrices `[copies, d_out, d_in]` into pieces `[copies pieces, rows, columns]`, filled up with zeros."""
+        """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
         (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
-        # Without the last column where the bias is for another optimizer.
+        # The matrix lacks its last column if the bias belongs to another optimizer.
         filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])))
         return filled.reshape(-1, g, rows, a, columns).swapaxes(2, 3).reshape(-1, rows, columns)
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
-        """The inverse of `to_pieces`."""
+        """Undo `to_pieces`."""
         (a, g), (rows, columns) = self.cut, pieces.shape[1:]
         whole = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3).reshape(-1, g * rows, a * columns)
         return whole[:, : self.d_out, : self.d_in]
 
     def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The layer's leaves (parameters, gradients) as one array.
+        """Join the layer's leaves (parameters or gradients) to one array.
 
         Returns:
-          `[copies, d_out, d_in]` for a Kronecker layer, the bias as its last column; `[1, d_out, d_in]` for a unit-wise
-          or diagonal one, a column for each leaf.
+          For a Kronecker layer `[copies, d_out, d_in]`, with the bias as the last column. For a unit-wise or diagonal
+          layer `[1, d_out, d_in]`, with a column for each leaf.
         """
         return self.to_rows(leaves).mT
 
     def from_matrix(self, matrix: jax.Array) -> list[jax.Array]:
-        """The inverse of `to_matrix`."""
+        """Undo `to_matrix`."""
         return self.from_rows(matrix.mT)
 
     def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The layer's leaves with outputs last, as most kernels lie in memory: `[copies, d_in, d_out]`."""
+        """Join the layer's leaves to `[copies, d_in, d_out]`, the memory order of most kernels."""
         rows = [layout.to_rows(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
-        """The inverse of `to_rows`."""
+        """Undo `to_rows`."""
         ends = itertools.accumulate(layout.size("in") for layout in self.layouts)
         parts = [rows[:, end - layout.size("in") : end] for layout, end in zip(self.layouts, ends, strict=True)]
         return [a.from_rows(part, shape) for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)]
 
     def describe(self) -> str:
-        """The layer in a few words, for error messages."""
+        """Return a short description for error messages."""
         factors = ", ".join(f"{name} {list(shape)}" for name, shape in self.factor_shapes.items())
         details = [", ".join(self.params), factors or "no factors", *([self.note] if self.note else [])]
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
 def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
-    """The layer without its leaves but the `k`-th, whose matrix has `d_in` columns."""
+    """Return the layer with its `k`-th leaf only. The leaf's matrix has `d_in` columns."""
     fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
     return dataclasses.replace(layer, d_in=d_in, **fields)
 
 
-@jax.tree_util.register_static  # so that it may be an argument of a jitted function
+@jax.tree_util.register_static  # allows it as an argument of a jitted function
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers(Sequence[Layer]):
     """How each parameter leaf will be preconditioned: an immutable, hashable sequence of `Layer`.
 
-    Printing it shows every parameter leaf in exactly one row, with the reason beside each that has no Kronecker block.
-    A layer can be looked up by position or by name.
+    `print(layers)` shows every parameter leaf in exactly one row of a table. A leaf without a Kronecker block has the
+    reason in its row. `layers[key]` accepts a position or a name.
+
+    Comparison and hash ignore the attributes from `structure` on, so layers found with different batches are equal.
 
     Attributes:
       blocks: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
-      skip: the patterns given to `find_layers`.
-      max_dim: the bound given to `find_layers`.
-      reduce: the patterns of kernels in the setting "reduce" given to `find_layers`.
-      gradient: the patterns of leaves with the gradient's own factors given to `find_layers`.
-      structure: that of the tree of parameters.
-      num_examples: of the batch that the layers were found with; None where it was not clear. `inverse_every="auto"`
-        counts with it, and is 1 without. Not compared: layers are the same for all batches.
+      skip: the `skip=` patterns of `find_layers`.
+      max_dim: the `max_dim=` bound of `find_layers`.
+      reduce: the `reduce=` patterns of `find_layers`.
+      gradient: the `gradient=` patterns of `find_layers`.
+      structure: the parameters' tree structure.
+      num_examples: the number of examples in the traced batch. None if unknown; `inverse_every="auto"` is then 1.
       batch_argnums: the arguments of the loss that hold the examples.
-      shared: leaves of these that all examples share.
-      hidden: why the examples are not known, if they are not.
-      unclear: the error of statistics whose number of examples is not clear; empty if it is.
-      dtype: in which statistics are summed, of the widest parameter.
-      splits: path and `PartitionSpec` of each parameter, if some were split over a mesh. Not compared.
+      shared: paths of the leaves in these arguments that all examples share.
+      hidden: the reason if the examples are unknown, otherwise empty.
+      unclear: the error message of `value_and_grad` if the number of examples is unclear, otherwise empty.
+      dtype: the dtype in which statistics are summed: float64 if any parameter is float64, otherwise float32.
+      splits: path and `PartitionSpec` of each parameter, if any parameter was split over a mesh.
     """
 
     blocks: tuple[Layer, ...]
@@ -351,22 +388,22 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
-        """The layers whose statistics are in a `Factors`: all but those skipped and of the gradient's own factors."""
+        """The layers whose statistics a `Factors` holds: all except skipped layers and layers with gradient factors."""
         return tuple(layer for layer in self.blocks if layer.captured)
 
     @property
     def with_gradient_factors(self) -> tuple[Layer, ...]:
-        """The layers whose factors are formed from their averaged gradient."""
+        """The layers with gradient factors, which the optimizer forms from averaged gradients."""
         return tuple(layer for layer in self.with_blocks if not layer.captured)
 
     @property
     def with_blocks(self) -> tuple[Layer, ...]:
-        """The layers that are preconditioned, which are all but those skipped."""
+        """The layers that are preconditioned: all except skipped layers."""
         return tuple(layer for layer in self.blocks if layer.block)
 
     @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
-        """Paths of the leaves that are not preconditioned."""
+        """Paths of the skipped layers' leaves."""
         return frozenset(path for layer in self.blocks if not layer.block for path in layer.params)
 
     def __repr__(self) -> str:
@@ -420,7 +457,11 @@ def format_bytes(count: float) -> str:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Returns the paths of the leaves as `a/b/c`, in order, without names of what flax nnx wraps around arrays."""
+    """Return the leaves' paths as `a/b/c`, in order.
+
+    A flax nnx `Variable` with a single array adds nothing to the path. A tree that is a bare array has the path
+    `params`.
+    """
     paths = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
         inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
@@ -435,17 +476,20 @@ def _is_variable(node: Any) -> bool:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters or gradients by their paths."""
+    """Return the leaves of a parameter or gradient tree by path."""
     return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def map_by_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`fn(path, leaf, *leaves of the others)` for each leaf of `tree`."""
+    """Map `fn(path, leaf, *other_leaves)` over the leaves of `tree` and `rest`."""
     return jax.tree.map(fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest)
 
 
 def find_splits(params: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return paths and specs of parameters if some are split over a mesh; nothing under `jit`, which hides that."""
+    """Return the path and spec of each parameter if any parameter is split over a mesh, otherwise an empty tuple.
+
+    Tracers count as unsplit, so the result is empty under `jit`.
+    """
     arrays = {path: x for path, x in leaves_by_path(params).items() if not isinstance(x, jax.core.Tracer)}
     shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
     named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}

@@ -1,4 +1,4 @@
-"""Named axes of devices: whether one is bound, and which values differ over it."""
+"""Named device axes and meshes: which axes are bound, which values vary over them, how arrays are laid out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ AxisName = str | tuple[str, ...]
 
 
 def axis_names(axis: AxisName | None) -> tuple[str, ...]:
-    """The names as a tuple, which is empty for None."""
+    """Return the axis names as a tuple, which is empty for None."""
     return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
 
 
 def varying_in(aval: Any) -> frozenset[str]:
-    """The mesh axes over which an array of this type may differ between devices."""
-    # The attribute's name differs between jax releases; outside shard_map a ShapeDtypeStruct has None.
+    """Return the mesh axes over which an array of this type may differ between devices."""
+    # The attribute's name depends on the JAX release. Outside `shard_map`, a ShapeDtypeStruct has None.
     for name in ("manual_axis_type", "vma"):
         if hasattr(aval, name):
             axes = getattr(aval, name)
@@ -31,12 +31,12 @@ def varying_in(aval: Any) -> frozenset[str]:
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """The mesh axes of an enclosing `shard_map` over which some leaf of `tree` may differ between devices."""
+    """Return the axes of an enclosing `shard_map` over which a leaf of `tree` may differ between devices."""
     return frozenset().union(*(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def device_axes() -> tuple[str, ...]:
-    """The mesh axes that `shard_map` or `pmap` has bound, over whose devices this code is traced for each."""
+    """Return the manual axes: the mesh axes that an enclosing `shard_map` or `pmap` has bound."""
     return _axes_of(AxisType.Manual)
 
 
@@ -46,7 +46,11 @@ def _axes_of(kind: AxisType) -> tuple[str, ...]:
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
-    """Returns the mesh that arrays lie on, or that is set; None for one device, or inside `shard_map` and `pmap`."""
+    """Return the mesh on which the arrays in `tree` lie, otherwise the mesh that is set.
+
+    Returns:
+      A mesh with several devices. None if there is no such mesh, and inside `shard_map` and `pmap`.
+    """
     if device_axes():
         return None
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
@@ -58,7 +62,10 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
 
 
 def on_mesh(fn: Callable) -> Callable:
-    """`fn`, traced within the mesh that its arguments lie on, where none is set: as within `jax.set_mesh`."""
+    """Wrap `fn` so that it runs under the mesh of its arguments, as if `jax.set_mesh` had set it.
+
+    A mesh that is already set stays.
+    """
 
     @functools.wraps(fn)
     def within(*args, **kwargs):
@@ -72,7 +79,7 @@ def on_mesh(fn: Callable) -> Callable:
 
 
 def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
-    """Copies arrays that are not on a mesh to all of its devices; does nothing under `jit`."""
+    """Replicate arrays that are not on `mesh` over its devices. Tracers are unchanged."""
     if not isinstance(mesh, Mesh):
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -85,10 +92,10 @@ def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
-    """Marks every leaf of `tree` as varying over `axes`.
+    """Mark every leaf of `tree` as varying over `axes`.
 
-    The gradient with respect to a value that is the same on all devices is summed over devices by autodiff; with
-    respect to a varying one it is the device's own, as under `pmap`.
+    Autodiff sums the gradient with respect to a replicated value over devices. The gradient with respect to a varying
+    value stays local to each device, as under `pmap`.
     """
 
     def mark(leaf):
@@ -99,7 +106,7 @@ def as_varying(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
-    """Zeros shaped, and varying over mesh axes, like the result of `fn(*args)`: the start of a sum in a scan."""
+    """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
 
     def zeros(aval):
         return as_varying(lying_as(jnp.zeros(aval.shape, aval.dtype), aval), varying_in(aval))
@@ -108,9 +115,9 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
 
 
 def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """A PRNG key of this device: its position on the mesh axes `axes` is folded in.
+    """Return a PRNG key for this device by folding its index on the mesh axes `axes` into `key`.
 
-    Under `pmap`, and under `shard_map` without its check, nothing tells over which axes a value varies: all count.
+    Under `pmap`, and under `shard_map` without its check, varying axes are unknown. Then all bound axes are used.
     """
     bound = device_axes()
     if bound and not varying_axes(lax.axis_index(bound[0])):
@@ -119,7 +126,7 @@ def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 def axis_size(axis_name: AxisName) -> int | None:
-    """The number of devices along a named axis; None where no such axis is bound."""
+    """Return the number of devices along a named axis, or None if the axis is not bound."""
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -127,7 +134,7 @@ def axis_size(axis_name: AxisName) -> int | None:
 
 
 def dividing_axes(length: int) -> tuple[str, ...]:
-    """Returns the axes of the mesh, but manual ones, whose devices can share `length` examples equally."""
+    """Return the non-manual mesh axes whose devices can share `length` examples equally."""
     mesh, devices = jax.sharding.get_abstract_mesh(), 1
     axes: list[str] = []
     for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
@@ -137,12 +144,20 @@ def dividing_axes(length: int) -> tuple[str, ...]:
 
 
 def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
-    """The sum of a function of equal parts of the examples, of at most `limit` examples each, one part at a time.
+    """Split the examples into equal parts, apply a function to one part at a time, and return the sum of its results.
 
-    A part has every `count`-th example, so that where the examples are spread over devices, so are those of each part.
-    How arrays lie on automatic axes is not known here. Left to XLA, a loop over parts of a batch that is spread over
-    devices has a message in every turn, or gathers the batch. So under `jax.set_mesh` every device takes its share of
-    the examples, which are where they were if the batch is spread over these axes, and sends one sum.
+    Part `i` of `count` holds the examples `i`, `i + count`, `i + 2 count` and so on. If a batch is sharded over
+    devices, each part is sharded, too.
+
+    On automatic mesh axes, an array's sharding is unknown here. Without help, XLA would communicate in every iteration
+    of a loop over the parts, or gather the batch. If mesh axes divide the number of examples, this function therefore
+    opens a `shard_map` over these axes. Each device sums over its share of the examples, and one all-reduce follows. No
+    example moves if the batch is already sharded over these axes.
+
+    Args:
+      of: the function. Its results for parts must add up to its result for all examples.
+      limit: the largest number of examples that a device handles at a time.
+      *arrays: the function's arguments, with the examples on the first axis.
     """
     if limit >= arrays[0].shape[0]:
         return of(*arrays)
@@ -171,20 +186,24 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """The explicit axes of the mesh: types of arrays tell how they are split over these."""
+    """Return the explicit mesh axes. An array's type tells its sharding over these axes."""
     return _axes_of(AxisType.Explicit)
 
 
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the axes that are not explicit."""
+    """Return a spec that keeps explicit axes only."""
     explicit = explicit_axes()
     return PartitionSpec(*(tuple(name for name in axis_names(part) if name in explicit) or None for part in spec))
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
-    """Returns `fn`, run with explicit axes of the mesh made automatic, so that sums over split axes need no sharding.
+    """Wrap `fn` so that it treats the explicit mesh axes as automatic.
 
-    Its results are laid out as `like`, arrays or `PartitionSpec`s; without it every device has the whole.
+    Sums over sharded axes then need no explicit output sharding.
+
+    Args:
+      fn: the function.
+      like: arrays or `PartitionSpec`s whose sharding the results get. None replicates the results.
     """
     if not explicit_axes():
         return fn
@@ -197,7 +216,7 @@ def whole(fn: Callable, like: Any = None) -> Callable:
 
 
 def replicated(tree: Any) -> Any:
-    """Arrays with a copy on every device, where a mesh with explicit axes says that they are split."""
+    """Replicate the arrays that are sharded over explicit mesh axes."""
 
     def copied(x):
         sharding = jax.typeof(x).sharding
@@ -207,7 +226,7 @@ def replicated(tree: Any) -> Any:
 
 
 def lying_as(tree: Any, like: Any) -> Any:
-    """Lays arrays out like those of `like`, where a mesh has explicit axes."""
+    """Reshard arrays over explicit mesh axes like the arrays in `like`."""
 
     def resharded(x, like):
         sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
@@ -217,7 +236,16 @@ def lying_as(tree: Any, like: Any) -> Any:
 
 
 def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:
-    """Returns the sharding of an array with one axis split over explicit mesh axes; None if they do not divide it."""
+    """Return a sharding that splits one array axis over mesh axes.
+
+    Args:
+      axes: the mesh axes.
+      shape: the array's shape.
+      position: the number of the array axis.
+
+    Returns:
+      The sharding. None if `axes` is None, or if the number of devices does not divide the array axis.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
         return None

@@ -1,4 +1,4 @@
-"""Schedules that optax does not have: functions from the step to a scalar."""
+"""Schedules that optax lacks. They map a step to a scalar."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kfac._optimizer.moves import ScalarOrSchedule, value_at
 
 
 def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
-    """A learning rate that rises to its peak in the first tenth of the steps, and from there falls to zero: linearly.
+    """Return a learning rate schedule that rises linearly in the first tenth of the steps, then falls linearly to zero.
 
     Args:
-      peak: the largest rate; begin with 0.1.
-      num_steps: of the whole training.
+      peak: the largest rate. Start with 0.1.
+      num_steps: the number of training steps.
 
     Returns:
-      A schedule, for the learning rate of `kfac` and `train_step`.
+      A schedule for the learning rate of `kfac` and `train_step`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -43,25 +43,26 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
 def coupled_momentum(
     momentum: float, learning_rate: ScalarOrSchedule, *, reference_rate: float | None = None
 ) -> optax.Schedule:
-    """A momentum that falls with the learning rate.
+    """Return a momentum schedule that falls with the learning rate.
 
-    In the form `v <- m v - lr p`, `w <- w + v` (`rate_in_momentum=True` of `kfac`), steps that were made at an earlier,
-    larger rate go on at that rate. Less momentum when the rate falls makes up for it. There are two forms:
+    `kfac.presets.large_batch(rate_in_momentum=True)` makes the step `v <- m v - lr p`, `w <- w + v`. Its velocity `v`
+    contains updates at earlier rates. When the rate falls, these updates are too large, and a smaller momentum corrects
+    this. There are two forms:
 
-    - that of Osawa et al.'s code, without `reference_rate`: `momentum * lr_t / lr_{t-1}` in steps in which the rate
-      falls, `momentum` in the others. While the rate never rises, this equals constant momentum with the rate applied
-      after it.
-    - that of their paper, with `reference_rate`: `momentum * lr_t / reference_rate`, and never more than `momentum`.
-      It vanishes together with the rate.
+    - Without `reference_rate`, the code of Osawa et al.: `momentum * lr_t / lr_{t-1}` in steps in which the rate falls,
+      `momentum` in all other steps. As long as the rate never rises, this equals a constant momentum with the rate
+      applied after the momentum.
+    - With `reference_rate`, the paper of Osawa et al.: `momentum * lr_t / reference_rate`, but at most `momentum`. This
+      momentum vanishes together with the rate.
 
     Args:
       momentum: the momentum while the rate does not fall, in [0, 1).
-      learning_rate: the schedule that it follows.
-      reference_rate: None for the first form; for the second the rate at which the momentum is `momentum`, as a rule
-        the largest one.
+      learning_rate: the learning rate's schedule.
+      reference_rate: None for the first form. For the second form, the rate at which the momentum is `momentum`,
+        usually the largest rate.
 
     Returns:
-      A schedule, for the argument `momentum` of `kfac`.
+      A schedule for the argument `momentum` of `kfac.presets.large_batch`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -80,30 +81,31 @@ def coupled_momentum(
             before = jnp.asarray(reference_rate, jnp.float32)
         else:
             before = value_at(learning_rate, jnp.maximum(count - 1, 0))
-        # A rate that was zero can only have risen.
+        # After a rate of zero, the rate can only rise.
         return momentum * jnp.where(rate < before, rate / jnp.where(before > 0, before, 1), 1.0)
 
     return schedule
 
 
 def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Schedule:
-    """A damping that starts large and falls to its target: `l <- (1 - a) l + a target` in every step.
+    """Return a damping schedule that falls towards a target: `l <- (1 - a) l + a target` in every step.
 
-    With `a = 2 log10(initial / target) / num_steps`, most of the way is behind after `num_steps`.
+    The coefficient is `a = 2 log10(initial / target) / num_steps`, so most of the fall happens within `num_steps`.
 
     Args:
-      initial: damping of the first step, at least `target`.
-      target: the damping that it tends to, positive.
-      num_steps: `T`, the scale of time; at least `2 log10(initial / target)`, so that it never undershoots.
+      initial: the damping of the first step, at least `target`.
+      target: the value that the damping approaches, positive.
+      num_steps: the time scale in steps, at least `2 log10(initial / target)`, so that `a` is at most 1 and the damping
+        never falls below the target.
 
     Returns:
-      A schedule, for the argument `damping` of `kfac` and `scale_by_kfac`.
+      A schedule for the argument `damping` of `kfac` and `scale_by_kfac`.
 
     Raises:
       ValueError: an argument is out of range.
 
     References:
-      The method it goes with: Osawa et al., "Large-Scale Distributed Second-Order Optimization Using
+      This schedule belongs to the method of Osawa et al., "Large-Scale Distributed Second-Order Optimization Using
       Kronecker-Factored Approximate Curvature for Deep Convolutional Neural Networks", 2019,
       https://arxiv.org/abs/1811.12019
     """
@@ -114,7 +116,7 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
     share = least / num_steps
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        # The recursion in closed form.
+        # This is the recursion in closed form.
         return target + (initial - target) * (1 - share) ** jnp.asarray(count, jnp.float32)
 
     return schedule

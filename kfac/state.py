@@ -1,8 +1,8 @@
-"""The optimizer's state: on other numbers of devices, on a mesh, in checkpoints.
+"""Move the optimizer's state between numbers of devices, meshes and checkpoints.
 
-- `gather_state`, `scatter_state`: to one device and from one to any number.
-- `state_specs`: how a state lies on the axis of a `jax.shard_map`. `shardings`: how it lies on a mesh.
-- `KfacState`: its type, a tree of arrays.
+- `gather_state`: converts a state to one device. `scatter_state`: converts it back to any number of devices.
+- `state_specs`: the state's `PartitionSpec`s for `jax.shard_map`. `shardings`: its shardings on a mesh.
+- `KfacState`: the state's type, a tree of arrays.
 """
 
 from kfac._optimizer.reshard import gather_state, scatter_state, shardings, state_specs

@@ -1,8 +1,8 @@
-"""The types of what the functions of `kfac` return, to read and to annotate with.
+"""Types that the functions of `kfac` return, for annotations.
 
-- `Layer`: one of `Layers`.
-- `Kronecker`, `Unitwise`: the statistics of a layer in `Factors`. `Packed`: the first on several devices.
-- `TrainStep`: what `train_step` returns.
+- `Layer`: an item of `Layers`.
+- `Kronecker`, `Unitwise`: a layer's statistics in `Factors`. `Packed`: `Kronecker` statistics on several devices.
+- `TrainStep`: the result of `train_step`.
 """
 
 from kfac._factors import Kronecker, Packed, Unitwise

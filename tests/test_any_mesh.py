@@ -139,10 +139,18 @@ USUAL = {"Soap": ("explicit axes", "parameters that are split"), "Ekfac": ("shar
          "Cholesky": ("the batch alone on explicit axes",)}  # fmt: skip
 
 
+# JAX 0.10.0 cannot differentiate a product of such a batch and a matrix that is not on the mesh, except within
+# `jax.set_mesh`.
+NEEDS_SET_MESH = pytest.mark.xfail(jax.__version_info__ < (0, 10, 1), reason="jax.grad fails without jax.set_mesh")
+
+
 def grid():
     for inverse, usual in USUAL.items():
         for name in PROGRAMS:
-            yield pytest.param(inverse, name, marks=() if name in usual else pytest.mark.slow, id=f"{inverse}, {name}")
+            marks = [] if name in usual else [pytest.mark.slow]
+            if name == "the batch alone on explicit axes":
+                marks.append(NEEDS_SET_MESH)
+            yield pytest.param(inverse, name, marks=marks, id=f"{inverse}, {name}")
 
 
 @functools.cache

@@ -140,7 +140,7 @@ BUILT = {
     "stacked": (
         lambda p, x: jnp.einsum("ntd,kdo->ntko", x, jnp.stack([p["a"], p["b"]])),
         {"a": (D, 2), "b": (D, 2)},
-        "the kernel is computed from it by stack",
+        "the kernel is computed from it by ",  # stack; JAX 0.10.0 concatenates
     ),
     "parts of two sizes": (
         lambda p, x: jnp.tanh(x @ p["w"][:, :2]).sum(-1) + (x @ p["w"][:, 2:]).sum(-1),

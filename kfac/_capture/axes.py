@@ -1,10 +1,10 @@
-"""Where each axis of an array comes from: in a parameter leaf, and in the batch.
+"""Track where each axis of an array comes from: a parameter leaf, or the batch.
 
-A kernel seldom reaches its matrix product as it was stored: it is cast, reshaped, transposed, sliced by a scan. Here an
-array that is a parameter seen through such operations carries, for each of its axes, the pieces ("atoms") of leaf axes
-it is made of, in order. The product that finally reads it then says of every atom whether it is an input axis, an
-output axis or a stack of independent copies, and the leaf can be brought to `[copies, d_out, d_in]` and back. Axes of
-the examples are followed through the same operations (`examples.py`).
+A kernel rarely reaches its matrix product in its stored form: it is cast, reshaped, transposed or sliced by a scan. For
+an array that is a parameter seen through such operations, each axis is described by an ordered list of "atoms". An atom
+is a piece of a leaf axis. The product that reads the array gives each atom a role: input axis, output axis, or stack of
+independent copies. With these roles, the leaf can be brought to `[copies, d_out, d_in]` and back. `examples.py` follows
+the batch axes through the same operations.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from kfac._layers import Layout
 from kfac._statistics.rows import Arrangement
 
-# What an atom is a piece of that is none of a parameter's axes.
-FOREIGN = -1  # an axis of which nothing is known: positions, features
-EXAMPLES = -2  # the examples of the batch, in their order
-MIXED = -3  # examples, or parts of them, in an order of their own
+# Values of `Atom.axis` for an axis that does not come from a parameter.
+FOREIGN = -1  # an unknown axis, such as positions or features
+EXAMPLES = -2  # the examples of the batch, in order
+MIXED = -3  # examples, or parts of examples, in another order
 
 
 class Atom(NamedTuple):
-    """A strided piece of an axis of a leaf. A negative `axis` stands for one that the leaf does not have."""
+    """A strided piece of a leaf axis. A negative `axis` stands for an axis that the leaf does not have."""
 
     axis: int
     stride: int
@@ -47,17 +47,17 @@ Axes = tuple[Axis, ...]
 
 
 def foreign(size: int) -> Axis:
-    """An axis that neither a leaf nor the batch has."""
+    """Return an axis that comes from neither a leaf nor the batch."""
     return (Atom(FOREIGN, 1, size),) if size > 1 else ()
 
 
 def examples(n: int) -> Axis:
-    """The axis of the examples."""
+    """Return the axis of the examples."""
     return (Atom(EXAMPLES, 1, n),) if n > 1 else ()
 
 
 def mixed(size: int) -> Axis:
-    """An axis of examples in an order of their own."""
+    """Return an axis of examples that are not in batch order."""
     return (Atom(MIXED, 1, size),) if size > 1 else ()
 
 
@@ -70,29 +70,29 @@ def leaf_axes(shape: Sequence[int]) -> Axes:
 
 
 def flatten(axes: Iterable[Axis]) -> list[Atom]:
-    """All atoms of `axes`, in array order."""
+    """Return all atoms in `axes`, in array order."""
     return [atom for axis in axes for atom in axis]
 
 
 def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
-    """The leaf's atoms among `axes`, in array order."""
+    """Return the leaf's atoms in `axes`, in array order."""
     return [atom for atom in flatten(axes) if atom.of_leaf]
 
 
 def begins(axes: Axes, position: int) -> int | None:
-    """Returns the axis that begins with the atom at a position among all atoms; None if none does."""
+    """Return the index of the axis that begins with atom number `position`, or None if no axis begins there."""
     starts = itertools.accumulate(map(len, axes), initial=0)
     axes_there = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
     return axes_there[0] if axes_there else None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
-    """Whether `part` is cut from `whole`."""
+    """Return whether `part` is a piece of `whole`."""
     return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
 
 
 def is_broadcast(axes: Iterable[Axis]) -> bool:
-    """Whether some axis repeats the leaf (which makes an array of parameters an activation)."""
+    """Return whether some axis repeats the leaf. A repeated parameter counts as an activation."""
     return any(not atom.of_leaf for axis in axes for atom in axis)
 
 
@@ -116,7 +116,7 @@ def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
 
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Axes after a row-major reshape, or None where the new axes cut across atoms."""
+    """Return the axes after a row-major reshape, or None if the new axes cut across atoms."""
     pairs = _in_pairs(flatten(axes), flatten(leaf_axes(shape)))
     if pairs is None:
         return None
@@ -124,16 +124,16 @@ def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def flip(axis: Axis) -> Axis:
-    """An axis read from its end."""
+    """Return an axis that is read from its end."""
     return tuple(atom if atom.axis == FOREIGN else atom._replace(flipped=not atom.flipped) for atom in axis)
 
 
 def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]] | None:
-    """The entries `start` to `start + size` of an axis, and by how much that moves where the leaf is read.
+    """Cut an axis to the entries from `start` to `start + size`.
 
     Returns:
-      The axis that is left, and pairs of a leaf axis and the entries of it to leave out before the first one read; None
-      where the entries are no box of atoms.
+      The axis after the cut, and pairs of a leaf axis and the number of entries to skip before the first entry read.
+      None if `size` is 0, or if the entries are not a box of atoms.
     """
     if size == math.prod(atom.size for atom in axis):
         return axis, []
@@ -155,16 +155,17 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]]
 
 
 def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> tuple[tuple[Atom, int], ...] | None:
-    """What an array leaves out of the leaf it is cut from, if that makes it one of several equal parts.
+    """Find out which of a leaf's equal parts an array is.
 
     Args:
-      shape: of the leaf.
+      shape: the leaf's shape.
       start: the first entry read, along each axis of the leaf.
-      atoms: what is read from there on.
+      atoms: the leaf atoms in the array.
 
     Returns:
-      The atoms of which one entry is read, in memory order, and which; none for an array of the whole leaf. None where
-      the leaf is no multiple of the array.
+      A pair for each leaf atom of which the array holds a single entry: the atom and the index of this entry. The atoms
+      are in memory order. The tuple is empty if the array is the whole leaf. None if the leaf cannot be divided into
+      equal parts like this array.
     """
     picked: list[tuple[Atom, int]] = []
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
@@ -183,7 +184,7 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
 
 
 def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
-    """Returns indices into the flat leaf of shape `shape` of an array with these atoms, major to minor."""
+    """Return the indices, into a flat leaf of shape `shape`, of an array with `atoms` from major to minor."""
     weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
     where = np.asarray(sum(first * weight for first, weight in zip(start, weights, strict=True)))
     for atom in atoms:
@@ -193,7 +194,7 @@ def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -
 
 
 def with_rows(axes: Axes, rows: Axes) -> Axes:
-    """The axes of a broadcast leaf, with those that the leaf does not have as they are in the data beside it."""
+    """Return the axes of a broadcast leaf, with foreign atoms replaced by the data's atoms in `rows`."""
     result = []
     for axis, data in zip(axes, rows, strict=True):
         refined = None if not axis or all(atom.of_leaf for atom in axis) else common_refinement(axis, data)
@@ -202,7 +203,7 @@ def with_rows(axes: Axes, rows: Axes) -> Axes:
 
 
 def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
-    """Cuts two lists of atoms into pairs of equal size; None where an atom of one straddles two of the other."""
+    """Cut two lists of atoms into pairs of equal size. Return None if the sizes do not divide or the totals differ."""
     left, right = list(a)[::-1], list(b)[::-1]
     pairs = []
     while left and right:
@@ -218,13 +219,13 @@ def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] |
 
 
 def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
-    """Cuts two axes of equal size into pairs of atoms of equal size, read in one direction; None if there are none."""
+    """Cut two axes into pairs of atoms with equal size and direction, or return None if that is impossible."""
     pairs = _in_pairs(a, b)
     return None if pairs is None or any(x.flipped != y.flipped for x, y in pairs) else pairs
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
-    """Cuts leaf atoms into those of `parts` that a reshape has joined; None where a cut would go through one."""
+    """Split leaf atoms that a reshape has merged from several `parts`. Return None if a cut would go through a part."""
     result: list[Atom] = []
     for atom in axis:
         inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
@@ -238,20 +239,22 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
 
 
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
-    """The layout in which every atom of a leaf has the role given; neighbours of one role become one axis."""
+    """Return the layout that gives each leaf atom its role. Neighbours with the same role become one axis."""
     ordered = sorted(roles, key=lambda pair: pair[0].memory_order)
     runs = [(role, [atom.size for atom, _ in run]) for role, run in itertools.groupby(ordered, lambda pair: pair[1])]
     return Layout(tuple(role for role, _ in runs), tuple(math.prod(sizes) for _, sizes in runs))
 
 
 def arrangement(axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]) -> Arrangement:
-    """How an array with these axes becomes rows of features: leaf atoms are features, but for those in `copies`.
+    """Return how an array with these axes becomes rows of features.
+
+    All leaf atoms are features, except the atoms in `copies`.
 
     Args:
-      axes: the axes of the array.
+      axes: the array's axes.
       copies: leaf atoms that hold independent copies.
-      examples: which of all atoms of `axes`, counted in array order, are the examples.
-      rows: which are the positions of an example.
+      examples: indices of the atoms that hold the examples. The atoms of `axes` are counted in array order.
+      rows: indices of the atoms that hold an example's positions.
     """
     flat, copies = flatten(axes), set(copies)
     leaf = sorted((k for k, atom in enumerate(flat) if atom.of_leaf), key=lambda k: flat[k].memory_order)

@@ -1,11 +1,12 @@
-"""Convolutions inside loops, on CPUs.
+"""Speed up convolutions inside loops on CPUs.
 
-XLA's CPU backend has fast code for convolutions of one layout (`NHWC` images, `HWIO` kernels) and brings others to it,
-but only in the outermost computation of a program. The gradients of a convolution have other layouts, so within a
-`lax.scan` they are slow (https://github.com/jax-ml/jax/issues/12868). Here they are brought to that layout
-before XLA sees them.
+XLA's CPU backend has fast code for convolutions with a single layout (`NHWC` images, `HWIO` kernels). It converts other
+layouts to this layout, but only in the outermost computation of a program. The gradients of a convolution have other
+layouts, so they are slow inside a `lax.scan` (https://github.com/jax-ml/jax/issues/12868). This module converts the
+layouts before XLA sees the convolutions.
 
-Images smaller than the kernel are slow everywhere (XLA exchanges the two); they are padded beforehand here.
+Convolutions whose image is smaller than the kernel are slow everywhere, because XLA exchanges image and kernel. This
+module pads such images beforehand.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from kfac._statistics.convolution import padded
 
 
 def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, to be called in the body of a loop; on other backends than the CPU it is `fn` itself.
+    """Return `fn` with fast convolutions, for the body of a loop. On backends other than the CPU, return `fn` itself.
 
-    The result is not meant to be differentiated: what is inside a `custom_vjp` or `jax.checkpoint` is left as it is.
+    The result is not meant to be differentiated. Convolutions inside a `custom_vjp` or `jax.checkpoint` stay unchanged.
     """
     return rewrite(fn, {"conv_general_dilated": _convolution}) if jax.default_backend() == "cpu" else fn
 
 
 def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The convolution, by way of transposes, with batch first, channels last, and input before output channels."""
+    """Compute a convolution in the fast layout, with transposes of its operands and of its result.
+
+    In this layout, images have the batch first and the channels last. Kernels have the window first, then input
+    channels, then output channels.
+    """
     numbers = parameter(eqn, "dimension_numbers")
     image_order = (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1])
     kernel_order = (*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
@@ -43,8 +48,8 @@ def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
     options = {key: parameter(eqn, key) for key in (*named, "precision", "preferred_element_type")}
     image, kernel = image.transpose(image_order), kernel.transpose(kernel_order)
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
-        # XLA would exchange image and kernel, and have no fast code for the result. Around an
-        # image that is padded already it sees no gain in that; without the barrier it would undo the padding.
+        # XLA would exchange image and kernel, and has no fast code for the result. If the image is already padded, XLA
+        # sees no gain in the exchange. The barrier keeps XLA from undoing the padding.
         image = lax.optimization_barrier(padded(image, options["padding"], options["lhs_dilation"]))
         options |= {"padding": [(0, 0)] * (rank - 2), "lhs_dilation": [1] * (rank - 2)}
     out = lax.conv_general_dilated(image, kernel, dimension_numbers=canonical, **options)

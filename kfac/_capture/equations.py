@@ -1,6 +1,7 @@
-"""What an equation of a jaxpr holds and does, and what a user has registered for it.
+"""Inspect and evaluate the equations of a jaxpr, and register a user's operations.
 
-`program.py` turns equations into operations with what is here; `primitives.py` says what they do with a parameter.
+`program.py` builds a program's operations with these functions. `primitives.py` says how each operation treats a
+parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IDENTITIES = frozenset(
 )
 FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
-# Their parameters hold how two elements combine, which is no program that swallows a parameter.
+# The programs inside these primitives only combine two elements, so they cannot hide a parameter.
 _COMBINING = ("scatter", "reduce")
 
 
@@ -46,7 +47,7 @@ def called(eqn: Any) -> tuple[str, Any] | None:
 def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     """Return the shardings that a `jit` inside the loss gives its arguments and results.
 
-    JAX has an object of its own for an array without a sharding. Calls other than `jit` have no shardings at all.
+    JAX represents an array without a sharding by a special object. Calls other than `jit` have no shardings at all.
     """
     if eqn.primitive.name != "jit":
         return (), ()
@@ -54,21 +55,24 @@ def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation of the jaxpr `within`, through the public `jaxpr_as_fun`."""
+    """Evaluate an equation of the jaxpr `within` through the public `jaxpr_as_fun`."""
     variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
-    # A copy of the jaxpr around it, because a new one wants debugging information that no public function makes.
+    # Copy the surrounding jaxpr, because a new jaxpr needs debugging information that no public function makes.
     jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
 def evaluate_multiplier(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """As `evaluate`, of what a parameter is multiplied by; a registered operation, which may round, by its `like`."""
+    """Evaluate an equation on the multiplier of a parameter, which takes the parameter's place in `values`.
+
+    For a registered operation, call its `like` function, because the operation itself may round.
+    """
     like = registered(eqn)
     return [like(*values)] if callable(like) else evaluate(within, eqn, values)
 
 
 def inside(eqn: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation, but for those that only combine two elements."""
+    """Yield the programs in an equation's parameters, except programs that only combine two elements."""
     if eqn.primitive.name.startswith(_COMBINING):
         return
     for value in eqn.params.values():
@@ -79,22 +83,22 @@ def inside(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
-MARK = "kfac.output/"  # how the name of a marked output begins
+MARK = "kfac.output/"  # prefix of a marked output's name
 
 
 def mark(eqn: Any) -> str:
-    """What the name of a marked output says, `"likelihood/weight"`; empty for other equations."""
+    """Return `"likelihood/weight"` from the name of a marked output, or an empty string for other equations."""
     name = parameter(eqn, "name") if eqn.primitive.name == "name" else ""
     return name.removeprefix(MARK) if name.startswith(MARK) else ""
 
 
 def holds_mark(eqn: Any) -> bool:
-    """Whether an output is marked in a program inside an equation."""
+    """Return whether a program inside an equation marks an output."""
     return any(mark(inner) or holds_mark(inner) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
 
 
 def devices_summed(eqn: Any) -> tuple[str, ...]:
-    """The named axes of devices over which an equation sums."""
+    """Return the device axes over which an equation sums."""
     return tuple(parameter(eqn, "axes")) if eqn.primitive.name in DEVICE_SUMS else ()
 
 
@@ -103,7 +107,7 @@ def stops_gradient(eqn: Any) -> bool:
 
 
 def sums(eqn: Any) -> bool:
-    """Tells whether the result is a sum of entries of the inputs, or one of these times a number."""
+    """Return whether each result entry is a signed sum of input entries, or an input entry scaled by one number."""
     if eqn.primitive.name in ("mul", "div"):
         sizes = [math.prod(var.aval.shape) for var in eqn.invars]
         return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
@@ -114,34 +118,35 @@ def sums(eqn: Any) -> bool:
 
 LOOK_INSIDE = "look inside"
 
-# By what is registered, what it is like, or `LOOK_INSIDE`: a primitive, where a function stands in its file, or the
-# name of the target of a foreign function, which all of a process share.
+# Maps each registered operation to its `like` function, or to `LOOK_INSIDE`. A key is a primitive, the position of a
+# function in its source file, or the target name of a foreign function. Target names are unique in a process.
 _REGISTERED: dict[Any, Callable[..., Any] | str] = {}
 
 
 def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None) -> None:
-    """Says what an operation is that `find_layers` does not know: a custom derivative, a Pallas kernel, an FFI call.
+    """Tell `find_layers` about an unknown operation: a custom derivative, a Pallas kernel or an FFI call.
 
-    The operation itself goes on to compute values and gradients. What it is like tells how parameters pass through it
-    and which statistics belong to it::
+    The operation itself still computes values and gradients. `like` says how parameters pass through the operation, and
+    which statistics belong to it::
 
         kfac.register_primitive(my_matmul, lambda x, w: x @ w)  # reads the kernel w
         kfac.register_primitive(my_transpose, lambda w: w.T)    # only its form changes
         kfac.register_primitive(rounded, jnp.copy)              # not even that: its derivative is the identity
         kfac.register_primitive(my_block)                       # a function with a derivative of its own: look inside
 
-    Without `like`, a function with `jax.custom_vjp` or `jax.custom_jvp` is taken for what is written in it, so its
-    layers are found, and it is differentiated as written: its custom derivative must be no more than a faster or
-    more accurate way to that.
+    Without `like`, the body of a function with `jax.custom_vjp` or `jax.custom_jvp` is used instead. `find_layers`
+    finds the layers in the body, and `value_and_grad` differentiates the body. The custom derivative must therefore be
+    only a faster or more accurate way to compute the body's derivative.
 
     Args:
-      operation: a function with a custom derivative; the kernel of a `pallas_call`; a primitive of
-        `jax.extend.core`; or of an `ffi_call` the name of its target, a string.
-      like: a function of the same arrays, in the same order, that is a single operation of JAX: a product `x @ w`
-        (`jnp.einsum`, `lax.dot_general`), a convolution, a change of form. None: look inside.
+      operation: a function with a custom derivative, the kernel of a `pallas_call`, a primitive from `jax.extend.core`,
+        or the target name of an `ffi_call` (a string).
+      like: a function that takes the same arrays in the same order and consists of a single JAX operation: a product
+        `x @ w` (`jnp.einsum`, `lax.dot_general`), a convolution or a change of shape. With None, look inside a function
+        with a custom derivative. For other operations, None has no effect.
 
     Raises:
-      ValueError: `operation` is none of these, or `like` no function.
+      ValueError: `operation` is not one of these, or is defined inside another function; or `like` is not a function.
     """
     key = _key(operation)
     if key is None:
@@ -155,7 +160,7 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
 
 
 def _key(operation: Any) -> Any:
-    """What stands for an operation in the table."""
+    """Return the key of an operation in the registry, or None if the operation cannot be registered."""
     if isinstance(operation, jex.Primitive) or (isinstance(operation, str) and operation):
         return operation
     written = inspect.unwrap(operation) if callable(operation) else None
@@ -163,12 +168,12 @@ def _key(operation: Any) -> Any:
         written = written.func
     code = getattr(written, "__code__", None)
     if code is None or "<locals>" in code.co_qualname:
-        return None  # of those that one function makes several times, none can be told from the others
+        return None  # a function may define several such operations, and they cannot be told apart
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def registered(eqn: Any) -> Callable[..., Any] | str | None:
-    """What a user has said that an equation is like."""
+    """Return the `like` function or `LOOK_INSIDE` that a user has registered for an equation, otherwise None."""
     if not _REGISTERED:
         return None
     keys: list[Any] = [eqn.primitive, _target(eqn)]
@@ -182,11 +187,11 @@ def registered(eqn: Any) -> Callable[..., Any] | str | None:
 
 
 def name_of(eqn: Any) -> str:
-    """Names a registered operation, for messages."""
+    """Return the name of a registered operation, for messages."""
     inner = next(inside(eqn), None)
     return _target(eqn) or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
 
 
 def _target(eqn: Any) -> str | None:
-    """Return the name of the foreign function that an equation calls."""
+    """Return the target name of the foreign function that an equation calls, or None for other equations."""
     return parameter(eqn, "target_name") if eqn.primitive.name == "ffi_call" else None

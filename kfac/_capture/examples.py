@@ -1,9 +1,9 @@
-"""Which axes of the arrays in a program hold the examples, and in which order.
+"""Find the axes that hold the examples in a program's arrays, and the order of the examples.
 
-That an axis holds examples is known from the two traces: it is longer in the second. Where it holds positions as well,
-as after `x.reshape(-1, d)`, the operations say which of the two runs faster. Rows in an order of their own (sorted,
-gathered, of another length than the batch) are marked as `MIXED`: sums over them are what they are, but none is known
-to be that of one example.
+An axis holds examples if it is longer in the second of two traces. If the axis holds positions as well, as after
+`x.reshape(-1, d)`, the operations show whether examples or positions run faster. Rows in another order than the batch
+(sorted or gathered rows, or more or fewer rows than examples) are marked as `MIXED`. Sums over all `MIXED` rows are
+exact, but no row is known to belong to a particular example.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from kfac._capture.program import Op, Program, Value
 
 
 def place(program: Program, num_params: int, doubled: Collection[int] | None, n: int | None) -> None:
-    """Notes of every array of a program its axes, and whether it depends on parameters, arguments and the batch.
+    """Record each array's axes, and whether the array depends on parameters, arguments and the batch.
 
     Args:
       program: the loss.
-      num_params: how many of its first arguments are parameters.
-      doubled: which of the other arguments hold the examples on their first axis; None where that is not known.
-      n: the number of examples.
+      num_params: the number of parameters, which are the program's first arguments.
+      doubled: the arguments that hold the examples on their first axis, counted from 0 after the parameters. None if
+        unknown.
+      n: the number of examples, or None if unknown.
     """
     for k, value in enumerate(program.inputs):
         held = doubled is not None and k - num_params in doubled
         value.axes = tuple(map(foreign, value.shape))
         if held and n:
-            # A batch of another length has rows, which are not those of the examples.
+            # The rows of a batch with another length do not correspond to the `n` examples.
             value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
         value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
@@ -40,7 +41,7 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
 def _place_all(program: Program, n: int | None, hidden: bool) -> None:
     for value in program.consts:
         value.axes = _with_examples(value, tuple(map(foreign, value.shape)), n)
-        # A loss that hides its examples may have them in any array.
+        # If the examples are unknown, any constant array may hold them.
         value.of_batch = (hidden and value.size > 1) or any(value.grown)
     makers: dict[Value, Op] = {}
     for op in program.ops:
@@ -65,14 +66,14 @@ def _place_all(program: Program, n: int | None, hidden: bool) -> None:
 
 
 def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
-    """The axes of the results of an operation of data; None where it says nothing of them."""
+    """Return the result axes of an operation on data, or None if the operation says nothing about them."""
     if op.name == "gather" or op.name.startswith("scatter"):
         indices = op.inputs[1]
         fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
         return [primitives.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
     axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
     if any(value.from_arguments and any(value.grown) for value in op.inputs):
-        # Constants as long as the batch, as zeros, have whatever order the data have.
+        # Constants that grow with the batch, such as zeros, take the order of the data.
         for k, value in enumerate(op.inputs):
             if not value.from_arguments:
                 grown = zip(axes[k], value.shape, value.grown, strict=True)
@@ -81,9 +82,9 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
 
 
 def _joins(op: Op) -> bool:
-    """Whether an op puts rows of the batch beside others, as those of a second batch or of a constant.
+    """Return whether an op concatenates rows of the batch with other rows, such as a second batch or a constant.
 
-    What it makes has then neither as many rows with twice as many examples, nor twice as many.
+    With twice as many examples, the concatenated axis then grows, but does not double.
     """
     if op.name != "concatenate":
         return False
@@ -93,7 +94,7 @@ def _joins(op: Op) -> bool:
 
 
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
-    """Whether a component of indices does not depend on data, as the first in `x[jnp.arange(n), k]`."""
+    """Return whether an index component is independent of data, as is the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
     if not indices.from_arguments or maker is None or maker.name != "concatenate":
         return not indices.from_arguments
@@ -113,14 +114,14 @@ def _facts(value: Value) -> tuple[Axes, bool, bool, bool, frozenset[int]]:
 
 
 def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
-    """Places the axes inside a scan. Each iteration of one over examples sees some of them."""
+    """Record the axes inside a scan. If the scan goes over examples, each iteration sees only some of them."""
     assert op.inner and op.scan
     scan, inside = op.scan, op.inner.inputs
     for k, (sliced, value) in enumerate(zip(inside, op.inputs, strict=True)):
         _copy(sliced, value)
         sliced.axes = value.axes[1:] if k >= scan.last else value.axes
     carry = inside[scan.consts : scan.last]
-    while True:  # a carry may come to depend on data, or lose its order, in a later iteration
+    while True:  # a carry may begin to depend on data, or lose its order, in a later iteration
         _place_all(op.inner, n, hidden)
         before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
@@ -142,7 +143,7 @@ def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
 
 
 def _along(op: Op) -> Axis:
-    """The axis that a scan iterates over."""
+    """Return the axis that a scan iterates over."""
     assert op.scan
     if not op.longer:
         return foreign(op.scan.length)
@@ -151,7 +152,10 @@ def _along(op: Op) -> Axis:
 
 
 def _with_examples(value: Value, said: Axes, n: int | None) -> Axes:
-    """Marks axes that grow, though no operand explains it, as examples: in order if there are `n`, else mixed."""
+    """Mark the axes of an array that grow although no operand explains their growth.
+
+    An axis that grows from `n` to `2 n` holds the examples in order. All other such axes are mixed.
+    """
     result = list(said)
     for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):
         if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):
@@ -160,7 +164,11 @@ def _with_examples(value: Value, said: Axes, n: int | None) -> Axes:
 
 
 def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
-    """Suggests axes where the operation says nothing of them: those of an input that are as long and grow too."""
+    """Suggest the axes of a result if its operation says nothing about them.
+
+    A growing axis takes the input axis that has the same length and grows too. If no input axis does so, or several
+    different axes do, the growing axis is mixed if any input axis grows. All other axes are foreign.
+    """
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
         pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []
@@ -171,12 +179,13 @@ def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
 
 
 def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
-    """Which of all atoms of an array are its `n` examples, from the slowest to the fastest.
+    """Find the atoms of an array that hold its `n` examples.
 
-    Where examples meet examples, as in a matrix of similarities, the first axis of them counts.
+    If several axes hold the examples, as in a similarity matrix, the first axis counts.
 
     Returns:
-      Positions; none for a single example. None where they are not all there, or not in their order.
+      The positions of these atoms among all atoms of the array, from the slowest to the fastest. Empty for a single
+      example. None if examples are missing or not in order.
     """
     flat = axes_lib.flatten(axes)
     by_stride: dict[int, int] = {}

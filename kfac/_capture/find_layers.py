@@ -1,4 +1,4 @@
-"""From the reads of a loss to layers: which leaves make a block, and of which kind."""
+"""Group the parameter reads of a loss into layers, each with a kind of block."""
 
 from __future__ import annotations
 
@@ -46,55 +46,64 @@ def find_layers(
     strict: bool = False,
     **kwargs: Any,
 ) -> Layers:
-    """Says how each parameter leaf of `loss_fn` will be preconditioned.
+    """Find how each parameter leaf of `loss_fn` will be preconditioned.
 
-    Traces `loss_fn(params, *args, **kwargs)` and follows every parameter leaf through shape and dtype operations
-    to the operations that read it. Nothing is computed. A leaf read by matrix products or convolutions gets a Kronecker
-    block, normalisation scales and shifts a unit-wise one, what is added a diagonal one. A leaf that meets data in a
-    way without exact rows for each example gets the gradient's own factors, and the table says why; no leaf is left out
-    silently. What carries no gradient to the loss does not count: `stop_gradient`, metrics in `aux`, outputs that
-    nothing uses.
+    Traces `loss_fn(params, *args, **kwargs)` without computing anything. Follows every parameter leaf through shape and
+    dtype operations to the operations that read it:
 
-    The loss is traced a second time, with twice as many examples: an axis that is longer there holds the examples, and
-    no other does. A loss that cannot be traced so, as with a batch size written into it, still has layers; then
-    `value_and_grad` needs `num_examples=` or a marked output, and vectors get the gradient's own diagonal.
+    - The kernel of a matrix product, convolution or lookup gets a Kronecker block, together with its bias.
+    - A normalisation scale gets a unit-wise block, together with its shift.
+    - Any other leaf that is added gets a diagonal block.
+    - A leaf that meets data in a way without exact per-example rows gets the gradient's own factors, formed from the
+      averaged gradient. The table of layers says why.
+
+    No leaf is left out silently. Reads that carry no gradient to the loss do not count: `stop_gradient`, metrics in
+    `aux`, unused outputs.
+
+    The loss is traced a second time, with twice as many examples. The axes that are longer in the second trace hold the
+    examples; no other axes do. If the second trace fails, for example because a batch size is written into the loss,
+    layers are found all the same. In this case, `value_and_grad` needs `num_examples=` or a marked output, and vectors
+    get the gradient's own diagonal.
 
     Args:
       loss_fn: the mean loss over the examples of a batch, a real scalar; with `has_aux`, a pair `(loss, aux)`.
       params: the parameters, a pytree of real arrays or `jax.ShapeDtypeStruct`.
-      *args: further arguments: pytrees of arrays or `jax.ShapeDtypeStruct`; other leaves are passed on as they are.
+      *args: further arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Other leaves are passed on unchanged.
       has_aux: whether `loss_fn` returns a pair.
-      skip: regular expressions; a leaf in whose path (joined by `/`) one is found gets no curvature block, its gradient
+      skip: regular expressions. A leaf whose path (joined by `/`) matches gets no curvature block, and its gradient
         passes through the preconditioner unchanged.
-      max_dim: a Kronecker factor with more rows is kept as diagonal blocks of at most so many neighbouring rows, as few
-        and as equal as can be, which the table says; one with 30,000 rows or more, as many as a vocabulary has, as its
-        diagonal, along which the kernel is cut into 2, 4, 8, ... pieces of at most 4,096 rows. The inverse of a factor
-        of `d` rows takes work of order `d^3` and memory of order `d^2`. A kernel is cut into pieces, each with a block
-        of its own, as in Distributed Shampoo (Shi et al. 2023). None: 8,192. In addition, the longer side of a dense
-        kernel is cut from 256 rows on, into blocks about as long as the shorter side, but into 8 at most. A kernel
-        that would need more and has fewer than 32 rows on the shorter side stays whole.
-      reduce: regular expressions; a matrix product or convolution whose kernel has one in its path is treated in the
-        setting "reduce" of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over the positions
-        of an example before products are formed. Elsewhere it is "expand". Lookups are in the setting "expand" always.
-      gradient: regular expressions; a leaf in whose path one is found gets the gradient's own factors (Gupta et al.
-        2018; Vyas et al. 2024), for which nothing is captured in the loss.
-      batch_argnums: the arguments that hold the examples, on the first axis of their leaves: positions as `loss_fn`
-        counts them, with `params` as 0 and negative ones from the end, or names of keyword arguments. A leaf of them
-        that does not have the batch's leading length, which is that of most of them, is shared by all examples, and
-        named in the table. None: the first argument after `params`; where only another choice can be traced with twice
-        as many examples, as all arguments of one leading length, that one.
-      strict: whether a leaf that meets data in a way without exact rows is refused.
+      max_dim: the maximum number of rows of a Kronecker factor. A larger factor is kept as diagonal blocks of at most
+        `max_dim` neighbouring rows. The blocks are as few and as equal as possible, and the table mentions them. If
+        such a factor has 30,000 rows or more, as a vocabulary has, only its diagonal is kept. In both cases the kernel
+        is cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023). Along a diagonal
+        factor, the number of pieces is a power of two, and each piece has at most 4,096 rows. Inverting a factor with
+        `d` rows takes `O(d^3)` work and `O(d^2)` memory. None: 8,192; in addition, a dense kernel's longer side is cut
+        if it has at least 256 rows. The blocks are then about as long as the shorter side, and there are at most 8. A
+        kernel that would need more than 8 blocks stays whole if its shorter side has fewer than 32 rows.
+      reduce: regular expressions. If the kernel's path matches, a matrix product or convolution uses the "reduce"
+        setting of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over an example's positions
+        before products are formed. All other layers, and all lookups, use the "expand" setting.
+      gradient: regular expressions. A leaf whose path matches gets the gradient's own factors (Gupta et al. 2018; Vyas
+        et al. 2024). No statistics are captured for this leaf.
+      batch_argnums: the arguments that hold the examples on the first axis of their leaves: positions, or names of
+        keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
+        consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
+        these arguments are shared by all examples, and the table names them. None: the first argument after `params`.
+        If this argument cannot be doubled, as few arguments as possible that share a leading length.
+      strict: whether to raise an error if a leaf meets data in a way without exact rows.
       **kwargs: keyword arguments of `loss_fn`.
 
     Returns:
       `Layers`: print it to see every parameter.
 
     Raises:
-      UnsupportedLayerError: with `strict`, leaves have no exact rows; the message names them all, says why and how to
-        go on.
-      ValueError: a pattern matches no leaf, or none on which it has an effect, or is no regular expression; `max_dim`
-        is no positive int; `batch_argnums` names no argument.
-      TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is no real array.
+      UnsupportedLayerError: `strict` is set and leaves have no exact rows. The message names all these leaves, with
+        reasons and a way out.
+      ValueError: a pattern matches no leaf, has no effect on any leaf, or is not a regular expression; `reduce` matches
+        a kernel whose sums over an example's positions are unknown; `max_dim` is not a positive int; `batch_argnums`
+        names no argument; `params` has no leaves, or two leaves with the same path; or an output is marked inside a
+        construct that cannot be followed.
+      TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not a real array.
     """
     check_function(loss_fn)
     check(has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict)
@@ -120,14 +129,14 @@ def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> Unsupport
 
 
 class Analysis(NamedTuple):
-    """The layers of a loss, and how its program uses their parameters.
+    """The layers of a loss, and how its program uses the layers' parameters.
 
     Attributes:
       layers: the layers.
       reads: how the program uses its parameters.
-      uses: for each layer the uses of each of its leaves, in the order of `Layer.params`.
-      num_examples: how many examples the loss is the mean of; None where it is not clear.
-      unclear: why it is not, and what to do.
+      uses: maps each layer's name to the uses of each leaf, in the order of `Layer.params`.
+      num_examples: the number of examples that the loss averages over, or None if the number is not clear.
+      unclear: why the number is not clear, and how to make it clear.
     """
 
     layers: Layers
@@ -138,12 +147,12 @@ class Analysis(NamedTuple):
 
 
 def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None) -> Analysis:
-    """Groups the uses of each leaf into layers.
+    """Group the uses of each leaf into layers.
 
     Args:
       traced: the traced loss.
-      options: what holds the options of `find_layers`.
-      marks: its marked outputs.
+      options: `Layers` that hold the options of `find_layers`. Their blocks are not used.
+      marks: the marked outputs of the loss.
       num_examples: the number of examples, if the user gave it.
     """
     names, shapes, batch = traced.names, traced.shapes, traced.batch
@@ -154,12 +163,12 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     for use in reads.uses.values():
         if not use.dropped:
             by_leaf[use.leaf].append(use)
-    order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses come in the order of the program
+    order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses are in program order
     chosen = matching("gradient", options.gradient, names, {*range(len(names))} - skipped, "parameter left by skip=")
     products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
 
-    # Leaves without exact rows leave `by_leaf`: those that the walk has noted, that the user has chosen, and of which
-    # `why` gives a reason.
+    # Remove leaves without exact rows from `by_leaf`: leaves that the walk has noted, leaves that the user has chosen,
+    # and leaves for which `why` gives a reason.
     def leave_inexact(leaves: set[int], why: Callable[[list[Use]], Reason]) -> None:
         for leaf in leaves - reads.inexact.keys():
             if reason := why(by_leaf[leaf]):
@@ -171,16 +180,16 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     leave_inexact(products, _no_kernel)
     kernels = products & by_leaf.keys()
     companions = _companions(reads, by_leaf, kernels)
-    # The bias of a kernel is a column of its matrix: it need not be known which examples it meets.
+    # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
-    # Without the pairs of which one has just left.
+    # Drop the pairs in which a leaf has just been removed.
     companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
     reduced = matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
     kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
     n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.beside_others)
 
-    # A layer of each leaf, or of a kernel with its bias, a scale with its shift.
+    # Make a layer for each leaf. A kernel shares its layer with its bias, and a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
@@ -197,12 +206,12 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
         drafts.append((layer, leaves))
 
-    # A layer has the name of the module around it, if it is the only one there; else that of its first leaf.
+    # Name a layer after its module if the module has no other layer, otherwise after its first leaf.
     parents = collections.Counter(_parent(layer.params[0]) for layer, _ in drafts)
     blocks, uses_of = [], {}
     for layer, leaves in drafts:
         parent = _parent(layer.params[0])
-        # A path may hold a slash of its own, so a parent may have the path of a leaf.
+        # A key in `params` may contain a slash, so a module's path may equal a leaf's path.
         unique = parent and parents[parent] == 1 and parent not in names
         place = min((order[leaf] for leaf in leaves if leaf in order), default=0)
         layer = dataclasses.replace(layer, name=parent if unique else layer.params[0], order=place)
@@ -214,19 +223,22 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
     )  # fmt: skip
-    # `options` may be layers that were found without `num_examples`.
+    # Replace `unclear`, because `options` may be layers that were found without `num_examples`.
     layers = dataclasses.replace(layers, unclear=unclear if n is None and layers.with_factors else "")
     return Analysis(layers, reads, uses_of, n, unclear)
 
 
-# From `LONG` rows on, the longer side of a dense kernel is cut into blocks as long as the shorter one, but into at most
-# `PIECES`. With fewer rows it costs little. A kernel with fewer than `HEAD` outputs that would need more stays whole.
+# If the longer side of a dense kernel has at least `LONG` rows, it is cut into blocks as long as the shorter side, but
+# into at most `PIECES` blocks. A side with fewer rows costs little. A kernel that would need more than `PIECES` blocks
+# stays whole if its shorter side has fewer than `HEAD` rows.
 LONG, PIECES, HEAD = 256, 8, 32
-ROWS = 4096  # of a piece along a diagonal: with fewer the other factor, which every piece has, takes more memory
+# The maximum number of rows of a piece along a diagonal factor. Every piece has its own copy of the other factor, so
+# smaller pieces would take more memory.
+ROWS = 4096
 
 
 def _bounded(layer: Layer, max_dim: int | None) -> Layer:
-    """The layer with blocks, or diagonals, in the place of factors that are too large."""
+    """Return a layer whose oversized factors are replaced by diagonal blocks or by their diagonals."""
     if not layer.kronecker:
         return layer
     sizes = {name: shape[0] for name, shape in layer.block_shapes.items() if name not in layer.diagonal}
@@ -241,7 +253,7 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
             counts[long] = pieces
             reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
-    # Rows of a diagonal need nothing of each other: in pieces, as many as a power of two, devices can share the kernel.
+    # The rows of a diagonal factor are independent. If the number of pieces is a power of two, devices can share them.
     counts |= {name: 1 << (-(-layer.block_shapes[name][0] // ROWS) - 1).bit_length() for name in diagonal}
     note = "; ".join(filter(None, [layer.note, " and ".join(reasons)]))
     return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
@@ -250,7 +262,18 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
 def matching(
     option: str, patterns: Sequence[str], names: list[str], useful: Collection[int] | None = None, what: str = ""
 ) -> set[int]:
-    """The numbers of the leaves in whose names a pattern is found: each in one at least that is `useful`, a `what`."""
+    """Return the indices of the leaves whose names match a pattern.
+
+    Args:
+      option: the option that holds the patterns, for messages.
+      patterns: regular expressions.
+      names: the paths of the leaves.
+      useful: the leaves on which the option has an effect. None: all leaves.
+      what: a description of the `useful` leaves, for messages.
+
+    Raises:
+      ValueError: a pattern is not a regular expression, or matches no leaf or no `useful` leaf.
+    """
     found: set[int] = set()
     for pattern in patterns:
         try:
@@ -269,12 +292,13 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-# Why uses make no exact block, and how the leaf becomes matrices, if that is known; None where they make one.
+# The reason why a leaf's uses give no exact block, and the layout of the leaf's matrices (None if unknown). The whole
+# value is None if the block is exact.
 Reason = tuple[str, Layout | None] | None
 
 
 def _no_examples(uses: list[Use], n: int | None) -> Reason:
-    """Why the uses of a vector make no exact block; None where they do."""
+    """Return the reason why a vector's uses give no exact block, or None if the block is exact."""
     if _told_apart(uses, n):
         return None
     known = "the examples it meets are not told apart, or in another order"
@@ -282,7 +306,7 @@ def _no_examples(uses: list[Use], n: int | None) -> Reason:
 
 
 def _no_kernel(uses: list[Use]) -> Reason:
-    """Says why the uses of a kernel make no exact block, and how it becomes matrices, if known; None if they do."""
+    """Return the reason why a kernel's uses give no exact block, or None if the block is exact."""
     products = [use for use in uses if use.read.op in KRONECKER_KINDS]
     main = main_use(products)
     if len(products) < len(uses):
@@ -300,12 +324,12 @@ def _no_kernel(uses: list[Use]) -> Reason:
 
 
 def _told_apart(uses: list[Use], n: int | None) -> bool:
-    """Whether all uses have a row for each example, in the same order."""
+    """Return whether all uses have a row for each example, in the same order."""
     return all(use.examples(n) is not None for use in uses)
 
 
 def main_use(uses: Sequence[Use]) -> Use:
-    """The use that says which axes of a kernel are its inputs, where a transposed one says the opposite."""
+    """Return the use that decides which axes of a kernel are inputs. Other uses may read the kernel's transpose."""
     return next((use for use in uses if use.read.op == "embedding"), uses[0])
 
 
@@ -315,7 +339,11 @@ def _is_transposed(a: Use, b: Use) -> bool:
 
 
 def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) -> dict[int, int]:
-    """The bias of each kernel and the shift of each scale: the leaf added to its every output, and to nothing else."""
+    """Return the bias of each kernel and the shift of each scale.
+
+    Such a leaf is only added to outputs of this kernel or scale, at most once to each. A shift is added to every output
+    of its scale.
+    """
     companions: dict[int, int] = {}
     for leaf, uses in by_leaf.items():
         if leaf in kernels or not all(u.read.op == "add" and u.joined for u in uses):
@@ -326,8 +354,8 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         if partners or partner in companions or partner not in by_leaf or len(set(joined)) < len(joined):
             continue
         if partner in kernels:
-            # A bias may be missing from some uses of the kernel, but a subtracted one is no homogeneous 1, nor is that
-            # of one of the uses of a kernel and its transpose.
+            # Some uses of the kernel may lack the bias. A subtracted bias does not correspond to a homogeneous 1. The
+            # same holds for a bias of a kernel that is also read as its transpose.
             fits = all(use.read.sign == 1 for use in uses) and len({use.layout for use in by_leaf[partner]}) == 1
         else:
             fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[op].read.op == "mul" for op in joined)
@@ -337,7 +365,7 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
 
 
 def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[Layout], note: str, **more: Any) -> Layer:
-    """Makes a layer of these leaves, named after the first, with the dimensions of the layouts."""
+    """Make a layer for `leaves`, named after the first leaf, with the dimensions of `layouts`."""
     names, kernel = tuple(traced.names[leaf] for leaf in leaves), layouts[0]
     return Layer(
         names[0], kind, names, tuple(traced.shapes[leaf] for leaf in leaves), tuple(layouts), note=note,
@@ -349,7 +377,11 @@ def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[La
 def _kronecker_layer(
     leaves: list[int], reads: Reads, by_leaf: dict[int, list[Use]], traced: Trace, n: int | None, reduced: bool
 ) -> Layer:
-    """Makes the layer of `leaves`, a kernel and its bias if it has one; `reduced`: in the setting "reduce"."""
+    """Make the layer of a kernel and its bias, if any. With `reduced`, the layer uses the "reduce" setting.
+
+    Raises:
+      ValueError: `reduced` is set, but sums over the positions of each example are not known.
+    """
     uses, batch = by_leaf[leaves[0]], traced.batch.num_examples
     main = main_use(uses)
     kernel = main.layout
@@ -402,7 +434,11 @@ def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
 
 
 def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool) -> Layer:
-    """Makes a layer with the gradient's own factors: matrices as a product reads them, else nearly square."""
+    """Make a layer with the gradient's own factors.
+
+    The leaf becomes the matrices that a product reads, if they are known. Otherwise, it becomes a matrix that is as
+    square as possible. A vector gets a diagonal.
+    """
     shape = traced.shapes[leaf]
     sizes = [size for size in shape if size > 1]
     layout = Layout(("out",), (math.prod(shape),))

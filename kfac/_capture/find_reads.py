@@ -1,12 +1,12 @@
-"""Follows every parameter through the program of a loss to the operations that read it.
+"""Follow every parameter through a loss's program to the operations that read it.
 
-The walk gives each array a state (`states.py`), and records a `Use` where a view of a leaf meets data. What carries no
-gradient to the loss is walked past: no read, no branch of an output. Where a leaf meets data in a way without exact
-rows, that is noted with the reason, and the walk goes on.
+The walk gives each array a state (`states.py`), and records a `Use` if a view of a leaf meets data. Operations that
+carry no gradient to the loss are ignored: they read no parameter, and they are no branch of an output. If a leaf meets
+data in a way without exact rows, the walk notes the reason and goes on.
 
-Some rows are the same for all examples, as the constant tangents of a forward-mode derivative. Their read is a `late`
-use: its result is followed as data that is `shared`, until it meets the examples in a broadcast (`_with_shared`).
-There each example gets a gradient of its own.
+Some rows are the same for all examples, such as the constant tangents of a forward-mode derivative. The read of such
+rows is a `late` use. Its result is followed as `shared` data until it meets the examples in a broadcast
+(`_with_shared`). At this broadcast, each example gets a gradient of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ KERNEL_OPS = frozenset({"dense", "conv"})
 
 
 class Inexact(NamedTuple):
-    """Why a leaf has no exact rows: the operation that reads it, the reason, and its matrices where they are known."""
+    """Why a leaf has no exact rows.
+
+    Attributes:
+      operation: describes the operation that reads the leaf.
+      reason: why there are no exact rows.
+      layout: the layout of the leaf's matrices, or None if unknown.
+    """
 
     operation: str
     reason: str
@@ -42,21 +48,30 @@ class Inexact(NamedTuple):
 class Reads:
     """How the program of a loss uses its parameters.
 
-    `_visit` gives the states of an op's results from those of its inputs. In this order it asks: does the op reach the
-    loss; are there rows that all examples share (`_with_shared`); is there a program inside (`_scan`, `_walk`); are all
-    inputs data (`_through_data`); is it a product (`_product`); is one input a view (`_of_one`). Else parameters are
-    mixed in a way without exact rows (`_derive`). Each of these returns states, and may record a `Use` or an `Inexact`.
+    `_visit` computes the states of an op's results from the states of its inputs. It checks these cases in order:
+
+    1. The op carries no gradient to the loss.
+    2. Rows that all examples share meet the examples (`_with_shared`).
+    3. The op has a program inside (`_scan`, `_walk`).
+    4. All inputs are data (`_through_data`).
+    5. The op is a product (`_product`).
+    6. A single input depends on parameters, and it is a view (`_of_one`).
+    7. Otherwise, parameters are combined in a way without exact rows (`_derive`).
+
+    Each of these methods returns states, and may record a `Use` or an `Inexact`.
 
     Attributes:
-      uses: the use of a parameter at each op that reads one, in program order.
-      inexact: leaves that meet data in a way without exact rows.
-      unmarked: whether one meets data on a way to the loss without a marked output.
-      beside_others: an operation that reads rows of the batch beside others in a concatenation; empty without one.
-      plan: what a replay has to know beside the taps. `multipliers`: which operand is the view, of operations that
-        produce a scaled one. `merges`: the axis of the examples, where rows that all of them share meet them. `inside`:
-        scans and remats that such rows go into, or a scaled view comes out of.
-      n: the number of examples of the batch; None where it is not known.
-      hidden: whether the loss has arguments, and hides its examples.
+      uses: maps each op that reads a parameter to its `Use`, in program order.
+      inexact: maps each leaf that meets data in a way without exact rows to the reason.
+      unmarked: whether a parameter meets the batch on a way to the loss without a marked output.
+      beside_others: describes a product that reads batch rows concatenated with other rows. Empty if there is no such
+        product.
+      plan: the parts of a replay's plan that do not depend on taps. `multipliers` maps each op that produces a scaled
+        view to the operand that is the view. `merges` maps each op at which shared rows meet the examples to the axis
+        of the examples. `inside` holds the scans and remats around such ops, remats that shared rows enter, and scans
+        and remats that a scaled view leaves.
+      n: the number of examples in the batch, or None if unknown.
+      hidden: whether the loss has array arguments, but their examples are unknown.
     """
 
     def __init__(self, traced: Trace, skipped: set[int]):
@@ -66,8 +81,8 @@ class Reads:
         self.inexact: dict[int, Inexact] = {}
         self.unmarked, self.beside_others = False, ""
         self.plan = Plan()
-        self._merged: set[Op] = set()  # late uses whose rows have met the examples
-        self._leaked: set[Op] = set()  # and those that reach the loss by themselves
+        self._merged: set[Op] = set()  # late uses whose results have met the examples
+        self._leaked: set[Op] = set()  # late uses whose results reach the loss by themselves
         states: list[State] = [
             Data() if k in skipped else View(k, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
             for k, shape in enumerate(traced.shapes)
@@ -84,7 +99,7 @@ class Reads:
         return list(map(_unbranched, results, program.outputs))
 
     def _visit(self, op: Op, states: list[State]) -> Sequence[State]:
-        # A gradient with respect to one branch alone is not that of a layer's output.
+        # The gradient with respect to a single branch is not the gradient with respect to a layer's output.
         states = list(map(_unbranched, states, op.inputs))
         if op.unmarked and not op.inner and any(isinstance(s, View) for s in states):
             pairs = zip(op.inputs, states, strict=True)
@@ -99,7 +114,7 @@ class Reads:
                 states = list(map(self._unshared, states))
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
-            # A scaled view would need its multiplier carried across; no model is written that way.
+            # To follow a scaled view, its multiplier would have to cross the barrier. No known model needs this.
             across = functools.partial(dataclasses.replace, inexact=f"it goes through a product, then {op.name}")
             return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
         if op.inner:
@@ -118,7 +133,7 @@ class Reads:
         return [self._derive(op, states)] * len(op.outputs)
 
     def _through_data(self, op: Op, states: list[State]) -> Data:
-        """Follows an operation of activations alone: they remain a layer's output while its axes can be followed."""
+        """Follow an op whose inputs are all data. A layer's output stays an output while its axes can be followed."""
         shared = frozenset[Op]().union(*(s.shared for s in states))
         outputs = [k for k, s in enumerate(states) if isinstance(s, Data) and s.output]
         if len(outputs) != 1 or len(op.outputs) != 1:
@@ -132,11 +147,11 @@ class Reads:
             output = dataclasses.replace(state.output, axes=meaning.axes[0]) if isinstance(meaning, Follow) else None
         elif op.name == "mul" or (op.name == "div" and k == 0):
             if self.uses[state.output.use].read.op == "mul":
-                # x * (rsqrt(var) * scale) + shift: the product with x stands between a scale and its shift. To put
-                # both in one block needs no more than that they act on the same channels.
+                # In x * (rsqrt(var) * scale) + shift, the product with x comes between the scale and its shift. The
+                # two can share a block as long as they act on the same channels.
                 output = Output(state.output.use, broadcast_axes(state.output.axes, shape, result))
         elif (op.name in ("add", "add_any") or (op.name == "sub" and k == 0)) and shape == result:
-            # A sum with other data has the same gradient: a bias may come after a residual connection.
+            # Adding other data does not change the gradient, so a bias may come after a residual connection.
             output = state.output
         return Data(output, shared)
 
@@ -151,7 +166,7 @@ class Reads:
             elif carried and (
                 is_repeated(state, op.inputs[k]) or op.inner.outputs[k - first] is not op.inner.inputs[k]
             ):
-                # A learned initial state, broadcast over the examples; or a kernel that a loop works on.
+                # Either a learned initial state that is broadcast over the examples, or a kernel that the loop changes.
                 state = self._meets(state, op, "a scan carries it on and changes it")
             elif isinstance(state, View) and sliced and axes_lib.is_broadcast(state.axes[:1]):
                 state = self._meets(state, op, "a scan iterates over copies of it")
@@ -169,7 +184,7 @@ class Reads:
                 self._unshared(state)
                 results.append(Data())
             elif k < op.scan.carried and op.outputs[k].size > 1:
-                # From the second iteration on, what the walk took for data is made of parameters.
+                # From the second iteration on, the body reads parameters in an input that the walk took for data.
                 results.append(self._meets(state, op, "an iteration hands it to the next"))
             else:
                 results.append(Derived(state.leaves, "scan"))
@@ -178,9 +193,10 @@ class Reads:
     # -- rows that all examples share, as constant tangents --------------------------------------------------------
 
     def _with_shared(self, op: Op, states: list[State]) -> Sequence[State] | None:
-        """Results of an op with rows that all examples share; None where it is one like others.
+        """Return the states after an op at which shared rows meet the examples, or None for any other op.
 
-        Where they meet the examples by way of a broadcast, each example has a gradient of its own with respect to them.
+        If shared rows meet the examples in a broadcast, each example has a gradient of its own with respect to these
+        rows. If shared rows are added to the examples' part of the loss, they reach the loss by themselves.
         """
         if op.inner and not op.scan:
             self.plan.look_inside(op)
@@ -205,7 +221,7 @@ class Reads:
         return None
 
     def _stay_shared(self, op: Op, states: list[State]) -> bool:
-        """Whether the result of an op that reads rows that all examples share is shared by all of them, too."""
+        """Return whether the result of an op that reads shared rows is shared by all examples, too."""
         if op.inner:
             return not op.scan
         params = [s for s in states if not isinstance(s, Data)]
@@ -216,7 +232,7 @@ class Reads:
         return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.of_batch for value in others)
 
     def _unshared(self, state: State) -> State:
-        """Data that share no rows any more: those that read them have no rows for each example."""
+        """Return the state without shared rows, and note that the kernels that read these rows are inexact."""
         if not isinstance(state, Data) or not state.shared:
             return state
         for use in self.uses.values():
@@ -225,13 +241,19 @@ class Reads:
         return dataclasses.replace(state, shared=frozenset())
 
     def _settle(self) -> None:
-        """Decides what late uses count for, once the program has been walked.
+        """Decide how each late use counts, after the walk.
 
-        - Its result meets the examples: it is exact, unless the result reaches the loss in another way as well.
-        - It never does, and the rows are of an argument: another batch, exact only where marks give its weight.
-        - It never does, and the rows are constants: if nothing else reads the kernel, a penalty, which does not count
-          (`dropped`); else maybe a batch, as one point of a boundary is, which a mark has to say.
-        - The loss hides its examples: they may be these constants, and it counts as any use.
+        A use whose result meets the examples is exact, unless the result also reaches the loss by itself. If the result
+        never meets the examples, the first case that applies decides:
+
+        - The number of examples is unknown: the constants may hold the examples, and the use counts like any other.
+        - This use, and all reads that meet the batch, reach the loss only through marked outputs. The use counts like
+          any other, because a mark gives its weight.
+        - The rows come from an argument: they are another batch, and the use is inexact.
+        - The rows are constants, and the parameter has a use that is not late: the rows may be a batch, such as a
+          single boundary point, and the use is inexact.
+        - The rows are constants, and the parameter has only late uses: this use is a penalty, which does not count
+          (`dropped`).
 
         A bias follows its kernel.
         """
@@ -240,7 +262,7 @@ class Reads:
             if use.late and op in self._merged & self._leaked:
                 self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
             elif use.late and op not in self._merged:
-                # A loss that hides its examples may have them in constants.
+                # If the examples are unknown, constants may hold them.
                 apart = self.n is not None and (self.unmarked or op.unmarked)
                 of_arguments = op.inputs[use.read.other].from_arguments
                 if apart and (of_arguments or use.leaf in with_rows):
@@ -250,7 +272,7 @@ class Reads:
                     self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
                 else:
                     self.uses[op] = dataclasses.replace(use, late=False, dropped=apart)
-            if use.joined and self.uses[use.joined[0]].dropped:  # the kernel's, which comes before
+            if use.joined and self.uses[use.joined[0]].dropped:  # the kernel's use comes first
                 self.uses[op] = dataclasses.replace(use, dropped=True)
                 if self.uses[use.joined[0]].leaf in self.inexact:
                     self._note(use.leaf, use.read.name, "it is added to rows that all examples share")
@@ -286,7 +308,12 @@ class Reads:
         return self._derive(op, states, problem)
 
     def _exact(self, use: Use, constants: bool) -> bool:
-        """Tells whether a read of a kernel has exact rows, else notes why. `constants`: it reads some, maybe shared."""
+        """Return whether a kernel's use has exact rows. If it does not, note why.
+
+        Args:
+          use: the kernel's use.
+          constants: whether it reads constants that unknown examples may share.
+        """
         view, operation = use.view, use.op.describe()
         for leaf in view.beside:
             self._note(leaf, operation, "the kernel is a different array, computed from it")
@@ -302,7 +329,7 @@ class Reads:
         return not reason
 
     def _of_one(self, op: Op, view: View, states: list[State]) -> list[State] | None:
-        """What becomes of a single parameter view; None if it can no longer be followed."""
+        """Return the states after an op on a single parameter view, or None if the view cannot be followed further."""
         operand = next(k for k, s in enumerate(states) if s is view)
         meaning = op.meaning(operand, view.axes)
         if isinstance(meaning, Follow):
@@ -325,19 +352,20 @@ class Reads:
         return None if state is None else [state]
 
     def _elementwise(self, op: Op, read: Read, view: View, states: list[State]) -> State | None:
-        """A sum or product of a view with an array that is no parameter."""
+        """Return the state after a sum or product of a view with data, or None if the op cannot be followed."""
         other, value = states[read.other], op.inputs[read.other]
         assert isinstance(other, Data)
         axes = axes_lib.with_rows(read.y_axes, op.outputs[0].axes)
         read = dataclasses.replace(read, x_axes=axes, y_axes=axes)
-        # A batch of one, or an iteration over examples, has none of them among the atoms; a hidden one may be of one.
+        # The atoms do not show a batch of one example, or examples that a scan iterates over. An unknown batch may have
+        # one example.
         one = self.n is None or any(loop.longer for loop in op.loops)
         held = any(op.outputs[0].grown) or (one and value.of_batch)
         repeated, additive = axes_lib.is_broadcast(axes) or held, read.op == "add"
         if read.divides and read.operand == 1:
             return None
         joined = None
-        # From `b - y` a kernel would get gradients of the other sign than its bias.
+        # In `b - y`, the gradients of a kernel have the opposite sign to the gradients of its bias.
         opposite = op.name == "sub" and read.operand == 0
         if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output.use)):
             joined = self._join(view, axes, other.output)
@@ -350,25 +378,28 @@ class Reads:
             return dataclasses.replace(result, shared=other.shared)
         if other.shared:
             return None
-        scaled = not additive or view.scaled or read.sign < 0  # of a sum the gradient is the same, or minus it
+        scaled = not additive or view.scaled or read.sign < 0  # a sum keeps the gradient up to its sign
         if scaled:
             self._scale(op, read.operand)
         uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.of_batch)
         return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
 
     def _lookup(self, op: Op, read: Any, view: View) -> State | None:
-        """Rows of a table. Each is known to meet data once for each index, unless the indices hold no examples."""
+        """Return the state after rows of a table are looked up, or None if the indices do not depend on the batch.
+
+        Each index reads one row.
+        """
         if not op.inputs[1].of_batch:
             return None
-        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2  # a table of more axes is no matrix
+        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2  # the table must be a matrix
         exact = isinstance(read, Read) and view.uniform and not (view.inexact or view.beside)
         if not (exact and whole) or view.picks is None:
             return self._meets(view, op, "it is not looked up row by row")
         self.uses[op] = Use(read, view, op)
-        return Data()  # to which no bias is joined
+        return Data()  # no bias is joined to a lookup
 
     def _scale(self, op: Op, operand: int) -> None:
-        """Notes that an op makes a scaled view of its input number `operand`."""
+        """Note that an op makes a scaled view of its input number `operand`."""
         self.plan.multipliers[op] = operand
         self.plan.look_inside(op)
 
@@ -376,16 +407,17 @@ class Reads:
         return self.uses[op].read.op in KERNEL_OPS
 
     def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[Op, tuple[tuple[Atom, Atom], ...]] | None:
-        """Pairs the elements of a vector with the features of the output of a use that it is added to.
+        """Pair the elements of a vector with the output features of the use that the vector is added to.
 
         Args:
           view: the vector.
-          y_axes: where its axes are in the sum.
-          output: the use, and where the axes of its leaf are in the sum.
+          y_axes: the axes of the sum in atoms of the vector's leaf.
+          output: the use, and the axes of the sum in atoms of the use's leaf.
 
         Returns:
-          The use, and pairs of atoms, of the vector's leaf and of the use's, in the memory order of the vector; None
-          unless the vector has one element for each feature of each copy, in the same order.
+          The op of the use, and pairs of atoms: first from the vector's leaf, second from the use's leaf. The pairs are
+          in the vector's memory order. None unless the vector has one element for each feature of each copy, in the
+          same order.
         """
         use = self.uses[output.use]
         picks, of_use = view.picks, use.view.picks
@@ -394,7 +426,7 @@ class Reads:
         if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in of_use]:
             return None
         pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, of_use, strict=True)]
-        # Axis by axis: first those of the scans around, then those of the sum.
+        # Compare axis by axis: first the axes of the surrounding scans, then the axes of the sum.
         atoms = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
         theirs = (*use.view.stack, *(axes_lib.split_like(axis, atoms) for axis in output.axes))
         for axis, other in zip((*view.stack, *y_axes), theirs, strict=True):
@@ -403,8 +435,8 @@ class Reads:
                 return None
             pairs += [(a, b) for a, b in refined if a.of_leaf]
         pairs.sort(key=lambda pair: pair[0].memory_order)
-        # A kernel and its bias are brought to [copies, features] each by its own layout, so only the order among copies
-        # and that among features must agree. A scale and its shift are used as they lie in memory.
+        # A kernel and its bias are each brought to [copies, features] by their own layouts. Therefore, only the order
+        # among copies and the order among features must agree. A scale and its shift are used in memory order.
         copies = {*use.copies} if use.read.op in KERNEL_OPS else set()
         for of_copies in (True, False):
             order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in copies) == of_copies]
@@ -415,7 +447,11 @@ class Reads:
     # -- everything else -----------------------------------------------------------------------------------------
 
     def _derive(self, op: Op, states: list[State], reason: str = "") -> State:
-        """Parameters in an operation without exact rows: another array of parameters, or where they meet data."""
+        """Return the state after an op that combines parameters in a way without exact rows.
+
+        If the parameters meet data, the result is data, and the leaves are noted as inexact (except in a penalty that
+        is added to the loss). Otherwise, the result is another array of parameters.
+        """
         params = [(value, s) for value, s in zip(op.inputs, states, strict=True) if not isinstance(s, Data)]
         leaves = NONE.union(*(s.leaves for _, s in params))
         how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
@@ -423,7 +459,7 @@ class Reads:
         mixed = any(isinstance(s, View) and s.mixed for _, s in params)
         if mixed or any(value.of_batch for value in data) or any(s.shared for s in states):
             if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
-                return Data()  # a penalty, added to the losses of the examples
+                return Data()  # a penalty that is added to the loss
             for _, s in params:
                 built = f"the kernel is computed from it by {s.how}" if op.product and isinstance(s, Derived) else ""
                 self._meets(s, op, reason or built or f"what {how} makes of it has no known rows")
@@ -433,11 +469,12 @@ class Reads:
         if followed and not more and not op.product:
             view = followed[0]
             operand = next(k for k, s in enumerate(states) if s is view)
-            # By place, as `w * w` reads one view twice.
+            # Select by position, because `w * w` reads the same view twice.
             others = [(op.inputs[k], s) for k, s in enumerate(states) if k != operand]
             beside = NONE.union(*(s.leaves for _, s in others))
             by_number = op.name == "mul" and all(value.size == 1 for value, _ in others)
-            # The base of a sum, and what a learned number multiplies, keep exact rows; other leaves in it have none.
+            # The first view in a sum of parameters keeps exact rows, and so does a view times a learned number. The
+            # other leaves have no exact rows.
             if beside and view.leaf not in beside and (op.name in ("add", "add_any") or by_number):
                 if by_number or view.scaled:
                     self._scale(op, operand)
@@ -448,7 +485,7 @@ class Reads:
         return Derived(leaves, how, repeated=all(is_repeated(s, value) for value, s in params) or grew)
 
     def _meets(self, state: State, op: Op, reason: str) -> Data:
-        """A parameter that meets data in a way without exact rows."""
+        """Note that the leaves of `state` meet data in a way without exact rows. Return the state of the result."""
         for leaf in state.leaves:
             earlier = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
             self._note(leaf, op.describe(), earlier or reason)

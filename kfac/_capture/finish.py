@@ -1,8 +1,8 @@
-"""From the sums that the taps of a Kronecker layer collect to its factors.
+"""Convert the sums from a Kronecker layer's taps to its factors.
 
-Each part of the kernel has a probe, and one more where it is read as its transpose. Its arrays are
-`[*loops, batched, ...]`: an entry for each iteration of the scans that go over the kernel, for each copy in a batched
-product, and then what is summed of one copy. The factors have these in the order of the kernel in memory.
+Each part of the kernel has a probe, and a second probe for reads of its transpose. A probe's arrays have the shape
+`[*loops, batched, ...]`: an axis for each scan over the kernel, an axis for the copies in a batched product, and the
+axes of a single copy's sums. The factors hold the copies in the kernel's memory order.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kfac._packing import in_blocks
 
 
 class Sums(NamedTuple):
-    """What the taps of a layer sum.
+    """A layer's probes, and the function that converts their sums to statistics.
 
     Attributes:
-      probes: shape and dtype of what each probe sums, by key.
-      finish: brings these sums, in the order of the probes, to the statistics of the layer.
-      basis: with moments, arranges the eigenvectors of the layer for its taps, by their keys.
+      probes: each probe's shapes and dtypes, by key.
+      finish: converts the sums, in the order of `probes`, to the layer's statistics.
+      basis: arranges the layer's eigenvectors for its taps, by the taps' `basis` keys. None without moments.
     """
 
     probes: dict[Key, Any]
@@ -41,21 +41,21 @@ class Sums(NamedTuple):
 def finish_kronecker(
     layer: Layer, uses: list[Use], n: int, batch: int, dtype: Any, moments: bool, over: Spread | None
 ) -> Sums:
-    """Plans the probes of a Kronecker layer, and how the sums that they collect become its factors.
+    """Plan a Kronecker layer's probes, and how their sums become factors.
 
     Args:
       layer: the layer.
-      uses: the uses of its kernel.
-      n: of how many examples the loss is the mean.
-      batch: how many the batch has.
-      dtype: of the sums.
-      moments: whether squares of per-example gradients are summed as well.
-      over: how the sums are spread over devices; None where they are not.
+      uses: the kernel's uses.
+      n: the number of examples over which the loss is a mean.
+      batch: the number of examples in the batch.
+      dtype: the dtype of the sums.
+      moments: whether the taps also sum squares of per-example gradients.
+      over: how the sums are packed and spread over devices; None if they are not packed.
     """
     use, reduce = uses[0], layer.weight_sharing == "reduce"
     ragged = any(use.read.groups is not None for use in uses)
     loops, batched = use.iterated, math.prod(atom.size for atom in use.read.batched)
-    # Of one copy, by the name of the array.
+    # A single copy's shapes, by array name.
     shapes = {"A": (batch, layer.d_in), "G": (batch, layer.d_out)} if reduce else dict(layer.side_shapes)
     if ragged:
         shapes = {"A": shapes["A"], "squares": shapes["G"], "rows": ()}
@@ -67,18 +67,18 @@ def finish_kronecker(
         arrays = {name: over.probe(loops, batched, shape, dtype) for name, shape in flat.items()}
         shapes = {name: over.room(shape) for name, shape in flat.items()}
     kind: type[Any] = Ragged if ragged else Kronecker
-    # Of its transpose, the layer's outputs are the inputs.
+    # A read of the transpose has the layer's outputs as inputs, so `A` and `G` swap shapes.
     keys = list(dict.fromkeys(probe_key(layer, use) for use in uses))
     probes = {key: kind(**arrays) if len(key) == 2 else Kronecker(arrays["G"], arrays["A"]) for key in keys}
     positions = {part[0].part: sum(use.for_all(batch).rows for use in part) / n for part in by_part(uses)}
     parts = math.prod(atom.size for atom in use.picked)
-    # What the taps arrange is in memory order already; scans go in the order in which the parameter is read.
+    # The taps bring batched copies to memory order, flips included. Scans stack copies in the order of their reads.
     batches = sorted((atom._replace(flipped=False) for atom in use.read.batched), key=lambda atom: atom.memory_order)
     order = _memory_order([*use.picked, *use.scanned, *batches])
     lead = (layer.copies,) if layer.stacked else ()
 
     def of_part(sums: Any, positions: float) -> Kronecker | Ragged:
-        """The factors of one part, from its sums and the positions of an example."""
+        """Return a part's factors from its sums and its number of positions per example."""
         if ragged:
             return Ragged(sums.A / n, sums.squares * n, sums.rows / n)
         moments = None if sums.moments is None else sums.moments * n
@@ -88,11 +88,11 @@ def finish_kronecker(
         return Kronecker(sums.A / n, sums.G * (n / positions), moments)
 
     def of_transpose(sums: Kronecker, positions: float) -> Kronecker:
-        """As `of_part`, of one that is read as its transpose."""
+        """Return a part's factors from the sums over reads of its transpose."""
         return Kronecker(sums.G * n, sums.A / (n * positions))
 
     def of_layer(of_parts: dict[int, Any]) -> Any:
-        """The factors of the layer, from those of its parts; zeros for a part that is not read."""
+        """Return the layer's factors from its parts' factors. An unread part has zeros."""
         unread = jax.tree.map(jnp.zeros_like, next(iter(of_parts.values())))
         blocks = [of_parts.get(part, unread) for part in range(parts)]
         stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *blocks) if parts > 1 else blocks[0]
@@ -125,17 +125,17 @@ def finish_kronecker(
 
 
 def probe_key(layer: Layer, use: Use) -> Key:
-    """Returns the key of the probe of a use: the part of the layer that it reads, and whether as its transpose."""
+    """Return a use's probe key: the layer, the part, and `"transposed"` if the use reads the transpose."""
     return (layer.name, use.part) if use.layout == layer.layouts[0] else (layer.name, use.part, "transposed")
 
 
 def basis_key(layer: Layer, part: int) -> Key:
-    """Returns the key of the eigenvectors that the taps of a part get."""
+    """Return the eigenvectors' key for a part's taps."""
     return layer.name, part, "eigenvectors"
 
 
 def _products(layer: Layer, side: str, rows: jax.Array) -> jax.Array:
-    """One factor of a layer in the setting "reduce", from rows `[..., n, d]` with an entry for each example."""
+    """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
     if side in layer.diagonal:
         return jnp.sum(jnp.square(rows), axis=-2)
     count = layer.cut["AG".index(side)]
@@ -144,12 +144,12 @@ def _products(layer: Layer, side: str, rows: jax.Array) -> jax.Array:
 
 
 def _memory_order(stack: list[Atom]) -> np.ndarray:
-    """For each copy of a kernel, in the order of memory, which it is in an array whose axes are `stack`."""
+    """Return each copy's index in an array with the axes `stack`, for all copies in memory order."""
     places = np.arange(math.prod(atom.size for atom in stack)).reshape([atom.size for atom in stack])
     places = np.flip(places, tuple(k for k, atom in enumerate(stack) if atom.flipped))
     return places.transpose(sorted(range(len(stack)), key=lambda k: stack[k].memory_order)).reshape(-1)
 
 
 def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:
-    """An array with the entries of its first axis in another order."""
+    """Reorder the entries of an array's first axis."""
     return array if np.array_equal(order, np.arange(len(order))) else jnp.take(array, order, axis=0, mode="clip")

@@ -1,4 +1,4 @@
-"""The distributions of targets that a marked output predicts: how they are drawn, and the curvature of their loss."""
+"""Define the target distributions that marked outputs predict, how to draw targets, and the loss curvature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfac._statistics.rows import accumulator
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """A distribution of targets given an output of the network: what `kfac.output` takes beside the names it knows.
+    """A distribution of targets given the network's output. `kfac.output` takes it in place of a named distribution.
 
     For a Laplace distribution with scale 1::
 
@@ -25,14 +25,15 @@ class Likelihood:
         )
 
     Args:
-      sample: `sample(key, x)` draws a target for each row of the outputs `x` `[..., features]`.
-      log_prob: `log_prob(x, target)` is `log p(target | x)` up to what does not depend on `x`, `[...]`.
-      root: `root(x, v)` multiplies vectors `v` `[..., features]` by `S(x)`, a square matrix with `S^T S = H`, the
-        expected second moment of the gradients of `-log p` with respect to `x`. Only what needs it asks for it:
-        `fisher="expected"`, `kfac.curvature.exact` and `adaptive_damping`.
+      sample: `sample(key, x)` draws a target for each row of the outputs `x`, `[..., features]`.
+      log_prob: `log_prob(x, target)` returns `log p(target | x)`, `[...]`. It may omit terms that do not depend on `x`.
+      root: `root(x, v)` returns `S(x) v` for vectors `v`, `[..., features]`. `S(x)` is a square matrix with
+        `S^T S = H`, where `H` is the expected second moment of the gradients of `-log p` with respect to `x`. Required
+        only for `fisher="expected"`, for `kfac.curvature.exact` and `kfac.curvature.gauss_newton`, and for the presets
+        `adaptive_damping` and `deterministic`.
 
     Raises:
-      ValueError: one of them is no function.
+      ValueError: an argument is not a function.
     """
 
     sample: Callable[[jax.Array, jax.Array], jax.Array]
@@ -40,22 +41,22 @@ class Likelihood:
     root: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
     def __post_init__(self):
-        """Checks the arguments."""
+        """Check the arguments."""
         for name in ("sample", "log_prob", *(["root"] if self.root is not None else [])):
             if not callable(getattr(self, name)):
                 raise ValueError(f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}")
 
     def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """The gradient of `-log p(y | x)` with respect to `x`, for a drawn `y`; float32 or better."""
+        """Return the gradient of `-log p(y | x)` with respect to `x` for a drawn target `y`, in float32 or wider."""
         wide = x.astype(accumulator(x.dtype))
         target = self.sample(key, wide)
         return -jax.grad(lambda z: jnp.sum(self.log_prob(z, target)))(wide)
 
     def times_root(self, x: jax.Array, v: jax.Array, what: str) -> jax.Array:
-        """`S(x) v`, in float32 or better; `what` needs it.
+        """Return `S(x) v` in float32 or wider.
 
         Raises:
-          ValueError: the user gave none.
+          ValueError: the likelihood has no `root`. `what` names the caller in the message.
         """
         if self.root is None:
             raise ValueError(f"{what} needs the curvature of the loss: give the Likelihood a root= as well")
@@ -93,15 +94,15 @@ LIKELIHOODS = {
     ),
 }
 
-# A mark is a name in the program. That of a user's own distribution is its number here.
+# A mark in the program names its likelihood. The name of a user's `Likelihood` is its index in this list.
 _OWN: list[Likelihood] = []
 
 
 def name_of(likelihood: str | Likelihood) -> str:
-    """The name by which `named` finds it again.
+    """Return the name under which `named` finds a likelihood.
 
     Raises:
-      ValueError: it is neither known nor a `Likelihood`.
+      ValueError: `likelihood` is neither a known name nor a `Likelihood`.
     """
     if isinstance(likelihood, Likelihood):
         if likelihood not in _OWN:
@@ -114,5 +115,5 @@ def name_of(likelihood: str | Likelihood) -> str:
 
 
 def named(name: str) -> Likelihood:
-    """The likelihood of that name."""
+    """Return the likelihood with this name."""
     return _OWN[int(name)] if name.isdigit() else LIKELIHOODS[name]

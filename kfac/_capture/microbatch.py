@@ -1,4 +1,4 @@
-"""Values, gradients and factors accumulated over micro-batches."""
+"""Average values, gradients and factors over micro-batches, and take a fraction of a batch."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from kfac._varying import zeros_of
 def microbatch(
     fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] | None = None
 ) -> Callable[..., Any]:
-    """Evaluates `fn` on equal parts of a batch, one after the other, and averages what it returns.
+    """Evaluate `fn` on equal parts of a batch, one after the other, and average its results.
 
-    For the mean loss of a batch the averages of loss and gradients over its parts are those of the whole, and so are
-    those of the factors, which are never formed from averaged gradients. Memory does not grow with the number of parts.
-    With a train-mode batch norm each part is normalised by its own statistics.
+    If the loss is a mean over the batch, the averaged loss, gradients and factors equal the values for the whole batch.
+    Factors are never formed from averaged gradients. Memory does not grow with the number of parts. With a train-mode
+    batch norm, each part is normalised by its own statistics.
 
     Args:
-      fn: a function such as `value_and_grad` returns, `fn(params, batch, ...)`.
+      fn: a function `fn(params, batch, ...)`, such as the result of `value_and_grad`.
       num_microbatches: number of parts, at least 1.
-      batch_argnums: positions of the arguments to split, along the leading axis of each of their leaves. None: the
-        first after `params`, and no other may be as long. The others, and keyword arguments, go to every part whole:
-        with a PRNG key among them all parts see the same random numbers. The exceptions are typed PRNG keys, of
-        `jax.random.key`, anywhere in keyword arguments, and older ones as `key=` or `fisher_key=`: into these the
-        number of the part is folded.
+      batch_argnums: positions of the arguments to split. All their leaves are split along the leading axis. None: the
+        first argument after `params`; no other argument may then have arrays with the same leading length. All other
+        arguments go whole to every part, so all parts draw the same random numbers from a PRNG key among them. Some
+        keys in keyword arguments are exceptions: typed keys (`jax.random.key`) anywhere, and untyped keys passed as
+        `key=` or `fisher_key=`. The part's number is folded into these.
 
     Returns:
-      A function with the arguments and results of `fn`. Real results are averaged in float32 (float64 where they are
-      float64) and keep their dtype.
+      A function with the arguments and results of `fn`. Averages are accumulated in float32, or in float64 for float64
+      results, and keep the results' dtype.
 
     Raises:
-      ValueError: `num_microbatches` is not a positive int; when called: it does not divide a leading axis, leading axes
-        differ, another argument may belong to the batch, or `fn` returns something that is not real and so has no
-        average.
+      ValueError: `num_microbatches` is not a positive int. When called: `num_microbatches` does not divide a leading
+        axis, leading axes differ, another argument may belong to the batch, an argument in `batch_argnums` is missing,
+        or a result of `fn` has an integer or boolean dtype and thus no average.
     """
     check(num_microbatches=num_microbatches)
     check_given(batch_argnums=batch_argnums)
@@ -85,9 +85,11 @@ def microbatch(
 def split_positions(
     args: Sequence[Any], kwargs: dict[str, Any], batch_argnums: int | Sequence[int] | None
 ) -> list[int]:
-    """Returns the sorted positions of the arguments to split; raises if they are not there or have different lengths.
+    """Return the sorted positions of the arguments to split.
 
-    Nothing else may look as if it belonged to them, unless they are said.
+    Raises:
+      ValueError: an argument to split is missing, the arrays to split have different leading lengths, or
+        `batch_argnums` is None and another argument has an array of the same leading length.
     """
     argnums = 1 if batch_argnums is None else batch_argnums
     positions = sorted(int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1))
@@ -112,8 +114,8 @@ class Thinned(NamedTuple):
     Attributes:
       args: the arguments by position.
       kwargs: the arguments by name.
-      kept: how many of the examples are left.
-      rows: how many there were.
+      kept: the number of examples in the part.
+      rows: the number of examples in the whole batch.
     """
 
     args: tuple[Any, ...]
@@ -122,7 +124,7 @@ class Thinned(NamedTuple):
     rows: int
 
     def of(self, num_examples: int | None) -> int | None:
-        """Scale a number of examples that the user gave for the whole batch."""
+        """Scale a user's number of examples from the whole batch to the part, rounded down. None stays None."""
         return num_examples and num_examples * self.kept // self.rows
 
 
@@ -135,8 +137,8 @@ def every_example(
       layers: the layers, which know the arguments with the batch.
       args: the arguments of the loss by position.
       kwargs: the arguments by name.
-      every: the distance of two examples.
-      multiple: a number that divides the number of examples that are left.
+      every: the distance between two kept examples.
+      multiple: a divisor of the number of kept examples, unless all examples are kept.
 
     Raises:
       ValueError: the layers were found without a batch.
@@ -146,7 +148,7 @@ def every_example(
             "fraction= needs a batch whose examples are known: name its arguments, "
             "kfac.find_layers(loss_fn, params, batch, batch_argnums=1)"
         )
-    counts = {1: 1}  # the examples left, by the number before
+    counts = {1: 1}  # numbers of kept examples, by leading length
 
     def thinned(key, argument):
         def thin(path, leaf):
@@ -157,8 +159,8 @@ def every_example(
             count = counts[rows] = rows // (every * multiple) * multiple or rows
             if count == rows:
                 return leaf
-            # Neighbours lie on one device, so the result is spread over devices like the batch. Without the barrier
-            # XLA for GPUs (jaxlib 0.10.2) took such a slice into a matrix product and aborted.
+            # Neighbouring examples lie on the same device, so the result is sharded like the batch. Without the
+            # barrier, XLA for GPUs (jaxlib 0.10.2) merges this slice into a matrix product and aborts.
             return lax.optimization_barrier(leaf[: count * every].reshape(count, every, *leaf.shape[1:])[:, 0])
 
         return jax.tree_util.tree_map_with_path(thin, argument)
@@ -169,7 +171,7 @@ def every_example(
 
 
 def leading_lengths(tree: Any) -> dict[int, None]:
-    """The lengths of the leading axes of the leaves that have one, each once, in their order."""
+    """Return the distinct leading lengths of all leaves with an axis, in leaf order, as dictionary keys."""
     return {jnp.shape(x)[0]: None for x in jax.tree.leaves(tree) if jnp.shape(x)}
 
 
@@ -178,8 +180,8 @@ def _parts(x: Any, count: int, argnum: int) -> jax.Array:
     if not shape or shape[0] % count:
         what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
         raise ValueError(f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}")
-    split = jax.typeof(x).sharding.spec[0]  # over explicit axes of a mesh
+    split = jax.typeof(x).sharding.spec[0]  # the explicit mesh axes that split the leading axis
     if split is None:
         return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
-    # With every `count`-th example each part is spread over the devices as the batch is; neighbours lie on a few.
+    # Each part takes every `count`-th example, so it is sharded like the batch. Neighbours would lie on a few devices.
     return jnp.reshape(x, (shape[0] // count, count, *shape[1:])).swapaxes(0, 1)

@@ -1,4 +1,4 @@
-"""The marked output of a network: where it is, which parameters it depends on, targets drawn from it, and curvature."""
+"""Mark the network's output, find the marks in a traced loss, draw targets from them, and compute their curvature."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ from kfac._varying import as_varying, varying_axes, whole
 def output(
     x: jax.Array, likelihood: str | Likelihood, *, weight: float = 1.0, variance: jax.typing.ArrayLike | None = None
 ) -> jax.Array:
-    """Marks the output of the network inside `loss_fn`, and the distribution of the targets that it predicts.
+    """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
-    An identity. The loss is the mean over its rows, which `value_and_grad` counts, `n = x.size / x.shape[-1]` unless
-    `num_examples` is given; `fisher="sampled"` and `"expected"` take the targets from the distribution. It may stand
-    inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`, and a loss may mark several outputs, which count as
-    independent given the input.
+    The function is the identity. The loss must be a mean over the output's rows. `value_and_grad` counts them,
+    `n = x.size / x.shape[-1]`, unless `num_examples` is given. With `fisher="sampled"` and `fisher="expected"` the
+    targets come from the distribution. The call may be inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`. A
+    loss may mark several outputs, which count as independent given the input.
 
-    The loss that belongs to a mark is the mean over the `n` rows of `-log p(target | x)`:
+    For each likelihood, the loss is the mean of `-log p(target | x)` over the `n` rows:
 
-    - `"categorical"`: `x` are logits, classes on the last axis: `optax.softmax_cross_entropy(x, target)`.
-    - `"bernoulli"`: `x` are logits of independent features on the last axis, summed over:
+    - `"categorical"`: `x` holds logits, with classes on the last axis: `optax.softmax_cross_entropy(x, target)`.
+    - `"bernoulli"`: `x` holds the logits of independent features, and the loss sums over these:
       `optax.sigmoid_binary_cross_entropy(x, target).sum(-1)`.
-    - `"gaussian"`: `x` is the mean, the variance is 1: `0.5 * jnp.sum((target - x) ** 2, axis=-1)`; with `variance` the
-      squares are divided by it.
-    - `"residual"`: `x` are the residuals of least squares, which have no targets, as of a differential equation:
-      `0.5 * jnp.sum(x**2, axis=-1)`. Its Fisher matrix is the Gauss-Newton matrix.
-    - `"poisson"`: `x` are logarithms of rates: `jnp.sum(jnp.exp(x) - target * x, axis=-1)`.
+    - `"gaussian"`: `x` is the mean, and the variance is 1: `0.5 * jnp.sum((target - x) ** 2, axis=-1)`. With `variance`
+      the squares are divided by it.
+    - `"residual"`: `x` holds least-squares residuals without targets, for example the residuals of a differential
+      equation: `0.5 * jnp.sum(x**2, axis=-1)`. The Fisher matrix is the Gauss-Newton matrix.
+    - `"poisson"`: `x` holds the logarithms of rates: `jnp.sum(jnp.exp(x) - target * x, axis=-1)`.
 
     Args:
-      x: real, `[..., features]`; a single feature has an axis of its own too.
-      likelihood: one of these names, or a `kfac.curvature.Likelihood`.
-      weight: the factor of `-log p`, summed over these rows, in `n` times the loss; positive. It is 1 where the loss is
-        the mean over one output. A loss of several terms, `sum_t c_t (mean over m_t rows)`, as of the interior and the
-        boundary of a domain, has one `n` for all, given as `num_examples`: the weight of term `t` is `c_t n / m_t`.
-      variance: with `"gaussian"`, the known variance of the targets, positive: a number or an array like `x`.
+      x: the output, a real array `[..., features]`. A single feature also needs its own axis.
+      likelihood: a name from this list, or a `kfac.curvature.Likelihood`.
+      weight: a positive number `w`: `n` times the loss contains `w` times the sum of `-log p` over this output's rows.
+        It is 1 if the loss is the mean over a single output. A loss with several terms, such as the interior and the
+        boundary of a domain, `sum_t c_t (mean over m_t rows)`, has a common `n`, given as `num_examples`. The weight of
+        term `t` is then `c_t n / m_t`.
+      variance: with `"gaussian"`, the known variance of the targets: a positive number, or an array like `x`.
 
     Returns:
-      `x`; with `variance`, up to rounding.
+      `x`. With `variance`, the result equals `x` up to rounding.
 
     Raises:
-      ValueError: `likelihood` is another, `weight` is not positive, `variance` is for another likelihood, or `x` has no
-        axis.
-      TypeError: `x` is not real, or `weight` is no plain number.
+      ValueError: `likelihood` is unknown, `weight` is not positive and finite, `variance` is given for a likelihood
+        other than `"gaussian"`, or `x` has no axis.
+      TypeError: `x` is not real, or `weight` is not a plain number.
     """
     name = name_of(likelihood)
     if not isinstance(weight, int | float):
@@ -77,7 +78,7 @@ def output(
         raise TypeError(f"the output must be real, but has dtype {x.dtype}")
     if x.ndim < 1:
         raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
-    # vmap puts its axis where it likes, but behind expand_dims it comes first, and the features remain last.
+    # `vmap` may put its axis anywhere, but `expand_dims` moves it to the front, so the features stay last.
     return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{equations.MARK}{name}/{float(weight)!r}"), (0,))
 
 
@@ -86,10 +87,10 @@ class Mark:
     """A marked output that reaches the loss.
 
     Attributes:
-      key: of its entry among the probes, `("", k)`, which no layer has.
-      op: the operation.
-      likelihood: the distribution.
-      weight: how many times the loss holds its `-log p`.
+      key: the mark's key among the probes, `("", k)`. No layer uses such a key.
+      op: the marking operation.
+      likelihood: the distribution of the targets.
+      weight: the `weight` argument of `output`.
     """
 
     key: Key
@@ -99,7 +100,7 @@ class Mark:
 
     @property
     def value(self) -> Value:
-        """The output, `[..., features]`, with an axis of 1 among the others that `output` adds."""
+        """The output, `[..., features]`, including the axis of length 1 that `output` adds."""
         return self.op.outputs[0]
 
     @property
@@ -109,11 +110,15 @@ class Mark:
 
     @property
     def rows(self) -> int:
-        """How many predictions it holds, over all iterations of the scans around it."""
+        """The number of predictions, over all iterations of the enclosing scans."""
         return math.prod(self.scans) * math.prod(self.value.shape[:-1])
 
     def times_root(self, x: jax.Array, v: jax.Array, n: int, what: str) -> jax.Array:
-        """`S v`, with `S^T S` the Hessian of its share in a loss that is the mean over `n`; `what` needs it."""
+        """Return `S v`, where `S^T S` is the curvature of this mark's term in a mean loss over `n` examples.
+
+        Raises:
+          ValueError: the likelihood has no `root`. `what` names the caller in the message.
+        """
         return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
 
 
@@ -130,21 +135,26 @@ class Marks:
     def num_examples(
         self, asked: int | None, batch: Batch, kernels: dict[str, list[Use]], unmarked: bool = False, joined: str = ""
     ) -> tuple[int | None, str]:
-        """How many examples the loss is the mean of; None where it is not clear, and why.
+        """Return the number of examples over which the loss is a mean.
 
         Args:
-          asked: the number, if the user said it.
-          batch: what is known of the batch.
-          kernels: the uses of each kernel.
+          asked: the number that the user gave, if any.
+          batch: the batch, as the trace found it.
+          kernels: the uses of each kernel, by the kernel's path.
           unmarked: whether the loss has terms without a mark.
-          joined: what reads rows of the batch joined with others; empty if nothing does.
+          joined: an operation that reads rows of the batch concatenated with other rows; empty if there is no such
+            operation.
+
+        Returns:
+          The number and an empty string, or None and the reason why the number is not clear.
 
         Raises:
-          ValueError: `asked` is no positive int, or larger than the number of positions at which kernels are read.
+          ValueError: `asked` is not a positive int, is larger than the number of positions at which kernels are read,
+            or is given for several batches without marks.
         """
         rows = {mark.rows: mark for mark in self.marks}
         hidden = batch.num_examples is None
-        # The rows of terms without a mark. Of a loss that hides its examples they may be those of a second batch.
+        # Numbers of rows in terms without a mark. If the loss hides its examples, the rows may be a second batch.
         beside = {
             use.rows: name
             for name, uses in kernels.items()
@@ -171,7 +181,7 @@ class Marks:
                     "the marked output has one axis, which is that of its features, but it holds the examples: give "
                     "the features an axis of their own, kfac.output(x[:, None], ...)"
                 )
-        # A mark on another batch than the arguments' says nothing of terms without one.
+        # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
         of_batch = hidden or not unmarked or any(mark.value.of_batch for mark in self.marks)
         if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
             return next(iter(rows)), ""
@@ -190,7 +200,11 @@ class Marks:
         return None, f"the number of examples is not clear: {why}.{how}"
 
     def require(self, what: str, traced: Trace, skipped: Collection[str]) -> None:
-        """Raises a `ValueError` unless every parameter of the loss acts on it through a marked output."""
+        """Check that every parameter that reaches the loss also reaches a mark, except the `skipped` paths.
+
+        Raises:
+          ValueError: the loss has no mark, or such a parameter reaches no mark. `what` names the caller in the message.
+        """
         if not self.marks:
             how = "logits = kfac.output(logits, 'categorical')"
             raise ValueError(f"{what} needs the output of the network: mark it inside loss_fn, {how}")
@@ -203,17 +217,17 @@ class Marks:
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
-        """Puts `make(mark)` at every mark of `plan`."""
+        """Add `make(mark)` to `plan`, for each mark, as the function to call at the mark."""
         for mark in self.marks:
             plan.marks[mark.op] = mark.key, make(mark)
             plan.look_inside(mark.op, [mark.key], mark.op.loops)
 
 
 def find_marks(traced: Trace) -> Marks:
-    """The marked outputs of a loss.
+    """Return the marked outputs that reach the loss, in program order.
 
     Raises:
-      ValueError: one is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
+      ValueError: a mark is inside `lax.while_loop`, `lax.cond` or another construct that cannot be followed.
     """
     marks: list[Mark] = []
     for op in traced.program.walk():
@@ -231,13 +245,13 @@ def find_marks(traced: Trace) -> Marks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, zeros: jax.Array) -> jax.Array:
-    """`zeros`, as if they depended on `x`: a cotangent `g` of theirs becomes `transposed(x, entry, g)` of it."""
+    """Return `zeros`. In the backward pass, their cotangent `g` gives `x` the cotangent `transposed(x, entry, g)`."""
     return zeros
 
 
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
-    # What is drawn lies in no certain way: with explicit axes the types of the two would not agree.
+    # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
     pulled = as_varying(whole(transposed, x)(x, entry, g).astype(x.dtype), varying_axes(x))
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
@@ -247,12 +261,16 @@ _pull.defvjp(lambda transposed, x, entry, zeros: (zeros, (x, entry)), _pull_back
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Hands out, at a mark, zeros whose gradients are those of the likelihood.
+    """An `AtMark` function that hands out zeros whose gradients come from the likelihood.
 
-    Of drawn targets one zero, with the gradient of the mean over `n` of `-log p`. With `expected` a zero for each
-    feature: zero `c` has the gradient `S^T e_c / n`, and the second moments of these, added up over `c`, are those of
-    gradients of the mean expected over all targets. Every row has a random sign, so that rows that share a gradient, as
-    where examples interact, do so on average as independent targets would: not at all.
+    All gradients are scaled by `sqrt(weight) / n`, with the mark's weight and the number `n` of examples.
+
+    With drawn targets there is a single zero. Its gradient is the gradient of `-log p(target | x)`, summed over rows.
+
+    With `expected` there is a zero for each feature, and zero `c` has the gradient `S^T e_c` in each row. Summed over
+    `c`, the second moments of these gradients equal their expectation over all targets. Each row gets a random sign. If
+    several rows contribute to a gradient, because examples interact for instance, the signs cancel their cross terms on
+    average, as independent targets would.
     """
 
     mark: Mark
@@ -261,7 +279,7 @@ class Draw:
 
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         shape = x.shape[-1:] if self.expected else ()
-        # Which lie and vary as `x` does.
+        # They are computed from `x` to have its sharding and its varying axes.
         zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0)
         return x, _pull(self._expected if self.expected else self._sampled, x, entry, zeros)
 
@@ -278,13 +296,13 @@ class Draw:
         def root(v):
             return self.mark.likelihood.times_root(x, v, "fisher='expected'")
 
-        # As varying as the outputs: shard_map would add up what is not over devices.
+        # Give the argument the varying axes of the outputs, or `shard_map` would sum its cotangent over devices.
         _, transposed = jax.vjp(root, as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x)))
         return transposed(signs * g.astype(signs.dtype))[0] * self._scale
 
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
-    """A PRNG key for each mark, and for each iteration of the scans around it."""
+    """Return a PRNG key for each mark, and for each iteration of the scans around the mark."""
     alone = {mark: jax.random.fold_in(key, mark.key[1]) for mark in marks.marks}
     return {mark.key: jax.random.split(k, mark.scans) if mark.scans else k for mark, k in alone.items()}
 
@@ -294,7 +312,7 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
 
 @jax.custom_vjp
 def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Identity, at a mark, whose cotangents are multiplied by `scale`."""
+    """Return both arguments unchanged at a mark. The backward pass multiplies the cotangent of `x` by `scale`."""
     return x, scale
 
 
@@ -304,7 +322,7 @@ at_weight.defvjp(
 
 
 def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
-    """The weight of each mark to a power, for each iteration of the scans around it."""
+    """Return each mark's weight, raised to `power`, for each iteration of the scans around the mark."""
     return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks.marks}
 
 
@@ -313,13 +331,15 @@ def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What a loss is made of: `F = (1/n) sum_r J_r^T H_r J_r` over the rows of its marked outputs.
+    """A loss as a function of its marked outputs, with `F = (1/n) sum_r J_r^T H_r J_r` over their rows `r`.
+
+    `H_r` is the curvature of `-log p` in a row, times the mark's weight.
 
     Attributes:
-      evaluate: from parameters to the loss and its outputs.
-      marks: the marks of these.
+      evaluate: computes the loss and the marked outputs from the parameters.
+      marks: the marks of these outputs.
       n: the number of examples.
-      what: who asks, for messages.
+      what: the caller's name for error messages.
     """
 
     evaluate: Callable[[Any], tuple[jax.Array, list[jax.Array]]]
@@ -328,21 +348,25 @@ class Marked:
     what: str
 
     def times_root(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
-        """`S v` for each mark, with `S^T S` the Hessian of its share in the loss."""
+        """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
         triples = zip(self.marks, outputs, vectors, strict=True)
         return [mark.times_root(x, v, self.n, self.what) for mark, x, v in triples]
 
     def root(self, params: Any) -> tuple[jax.Array, Callable[[Any], list[jax.Array]]]:
-        """The loss, and `R v` of a tree `v` like the parameters, for each mark, with `F = R^T R`."""
+        """Return the loss at `params`, and a linear function that maps a tree `v` like `params` to `R v`.
+
+        `F = R^T R`, and `R v` is a list with an array for each mark.
+        """
         (loss, outputs), push = jax.linearize(self.evaluate, params)
         return loss, lambda tree: self.times_root(outputs, push(tree)[1])
 
 
 def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:
-    """The marked outputs of a loss of the parameters alone.
+    """Return a loss of the parameters alone as a function of its marked outputs.
 
     Raises:
-      ValueError: there is none, the loss depends on a parameter but no mark does, or `n` is not clear.
+      ValueError: the loss has no mark or depends on a parameter that reaches no mark, or the number of examples is not
+        clear.
     """
     traced = trace(value_fn, False, params, (), {})
     marks = find_marks(traced)
@@ -365,7 +389,10 @@ def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None
 
 
 def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """`kwargs`, PRNG keys among them folded with the number of a part: typed ones, or `key` and `fisher_key`."""
+    """Return `kwargs` with the number of a part folded into their PRNG keys.
+
+    All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
+    """
 
     def folded(name, leaf):
         typed = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,7 +1,7 @@
 """Read the parameters of JAX's equations.
 
 A parameter's name and form may change with any JAX release, so no other module reads a parameter by its name.
-`tests/test_parameters.py` traces a program for each row of `PARAMETERS` and compares each parameter with the truth.
+`tests/test_parameters.py` traces a program for each row in `PARAMETERS` and checks each parameter's value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REDUCTIONS = frozenset(
 )
 DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 
-# The parameters that the package reads from each primitive.
+# The parameters that the package reads, by primitive.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     # programs inside an equation
     "jit": ("jaxpr", "in_shardings", "out_shardings"),
@@ -72,13 +72,14 @@ class UnknownEquationError(NotImplementedError):
 
 
 def parameter(eqn: Any, name: str) -> Any:
-    """Return a parameter of an equation.
+    """Return an equation's parameter.
 
     Args:
-      eqn: an equation of a jaxpr whose primitive is in `PARAMETERS`.
-      name: one of the names in the primitive's row of `PARAMETERS`.
+      eqn: a jaxpr equation whose primitive is in `PARAMETERS`.
+      name: a name from the primitive's row in `PARAMETERS`.
 
     Raises:
+      ValueError: `PARAMETERS` does not list `name` for the primitive.
       UnknownEquationError: the equation has no such parameter in the installed JAX.
     """
     primitive = eqn.primitive.name
@@ -94,8 +95,8 @@ class Scan(NamedTuple):
     """The roles of a scan's operands: constants come first, then the carry, then the sliced arrays.
 
     Attributes:
-      consts: the number of operands that are the same in each iteration.
-      carried: the number of operands that are carried from one iteration to the next.
+      consts: the number of constant operands, which each iteration reads whole.
+      carried: the number of carried operands, which each iteration passes to the next.
       length: the number of iterations.
     """
 
@@ -110,11 +111,11 @@ class Scan(NamedTuple):
 
 
 def scan(eqn: Any) -> Scan | None:
-    """Return the roles of a scan's operands, or None for another equation.
+    """Return the roles of a scan's operands, or None if the equation is not a scan.
 
-    The roles are counted rather than read, because JAX 0.11 changed the parameters that hold them. A sliced operand has
-    one axis more than the body's argument, and a stacked result one axis more than the body's result. The other results
-    are the carry.
+    The roles are derived from shapes, because JAX 0.11 changed the parameters that hold them. A sliced operand has a
+    leading axis that the body's argument lacks. A stacked result has a leading axis that the body's result lacks. All
+    other results are the carry.
 
     Raises:
       UnknownEquationError: the operands do not fit the scan's body.
@@ -135,12 +136,16 @@ def scan(eqn: Any) -> Scan | None:
 
 
 def _sliced(outer: list[Any], inner: list[Any], length: int) -> int:
-    """Count the arrays of which each iteration has a slice."""
+    """Count the `outer` arrays that the scan slices or stacks, compared with the body's `inner` arrays."""
     return sum(a.aval.shape == (length, *b.aval.shape) for a, b in zip(outer, inner, strict=True))
 
 
 def inner_program(eqn: Any, name: str) -> Any:
-    """Return the closed jaxpr in the parameter `name`. JAX stores some of them without their constants."""
+    """Return the closed jaxpr in the parameter `name`. JAX stores some jaxprs without constants.
+
+    Raises:
+      UnknownEquationError: the parameter does not hold a jaxpr.
+    """
     program = parameter(eqn, name)
     if isinstance(program, jex.ClosedJaxpr):
         return program

@@ -1,4 +1,4 @@
-"""From layers to taps: where each stands, and how it brings what it reads to the normal form."""
+"""Plan the taps for all layers: their operations, and how they convert inputs and gradients to the normal form."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from kfac._varying import AxisName, device_axes, dividing_axes, split_along, who
 
 @dataclasses.dataclass
 class Planned:
-    """All that `value_and_grad` needs to collect and finish the statistics of a loss.
+    """A plan by which `value_and_grad` collects and finishes the statistics of a loss.
 
     Attributes:
-      num_examples: `n`, that of which the loss is the mean.
-      batch: how many the batch has; None where that is not known.
-      plan: where the taps are.
-      lies: the explicit axes of a mesh along which the batch is split.
-      wire: dtype of sums between devices.
-      sums: what the taps sum, by layer.
+      num_examples: `n`, the number of examples over which the loss is a mean.
+      batch: the number of examples in the batch; None if it is not known.
+      plan: the taps at their operations.
+      lies: the explicit mesh axes along which the batch is split.
+      wire: dtype in which devices send sums.
+      sums: each layer's probes, by layer name.
     """
 
     num_examples: int
@@ -49,17 +49,17 @@ class Planned:
 
     @property
     def probes(self) -> dict[Key, Any]:
-        """Shapes and dtypes of all probes."""
+        """Shapes and dtypes of all probes, by key."""
         return {key: probe for sums in self.sums.values() for key, probe in sums.probes.items()}
 
     def factors(self, cotangents: dict[Key, Any]) -> Factors:
-        """Factors from the cotangents of the probes."""
+        """Compute the factors from the probes' cotangents."""
         return Factors(
             {name: sums.finish([cotangents[key] for key in sums.probes]) for name, sums in self.sums.items()}
         )
 
     def place(self, tap: Tap) -> None:
-        """Puts a tap behind an op, and tells each scan around it whether the tap's probe is sliced there."""
+        """Put a tap behind its operation, and tell each enclosing scan whether it slices the tap's probe."""
         op, levels = tap.use.op, tap.use.levels(examples=isinstance(tap, ElementwiseTap))
         keys = [tap.key, tap.basis] if isinstance(tap, KroneckerTap) and tap.basis else [tap.key]
         self.plan.taps.setdefault(op, []).append(tap)
@@ -69,18 +69,18 @@ class Planned:
 def plan_taps(
     traced: Trace, layers: Layers, marks: Marks, num_examples: int | None, moments: bool, wire: str
 ) -> Planned:
-    """Finds the layers of a traced loss and plans their taps.
+    """Find the layers of a traced loss and plan their taps.
 
     Args:
       traced: the traced loss.
-      layers: what `find_layers` returned: its options, and the layers that must be found again.
-      marks: its marked outputs.
+      layers: the result of `find_layers`. Its options are used again, and the loss must have the same layers.
+      marks: the loss's marked outputs.
       num_examples: the number of examples, if the user gave it.
-      moments: whether taps also sum squares of per-example gradients, in a basis.
-      wire: dtype of sums between devices.
+      moments: whether taps also sum squares of per-example gradients in an eigenbasis.
+      wire: dtype in which devices send sums.
 
     Raises:
-      ValueError: the number of examples is not clear; the layers are not those.
+      ValueError: the number of examples is not clear, or the loss has other layers than `layers`.
     """
     analysis = layers_of(traced, layers, marks, num_examples)
     n, batch = analysis.num_examples, traced.batch.num_examples
@@ -100,12 +100,12 @@ def plan_taps(
 
 
 def _of_any_images(layers: Layers) -> Layers:
-    """The layers without what depends on the size of the images: which windows overlap."""
+    """Set every layer's `overlap` to 1, because it depends on the image size."""
     return dataclasses.replace(layers, blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers))
 
 
 def check_same(expected: Layers, found: Layers) -> None:
-    """Raises where a loss has other layers than `expected`."""
+    """Raise a `ValueError` if a loss has other layers than `expected`."""
     expected, found = _of_any_images(expected), _of_any_images(found)
     if expected == found:
         return
@@ -124,9 +124,14 @@ def check_same(expected: Layers, found: Layers) -> None:
 
 
 def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], moments: bool) -> None:
-    """Puts taps behind all uses of a kernel, a probe for each part of it, and says how their sums become factors.
+    """Put taps behind all uses of a kernel, and plan how their sums become factors.
 
-    `biases` are the uses of its bias.
+    Args:
+      planned: the plan to extend.
+      layer: the layer.
+      uses: the kernel's uses. Uses that read the same part in the same orientation share a probe.
+      biases: the bias's uses.
+      moments: whether the taps also sum squares of per-example gradients in an eigenbasis.
     """
     batch = planned.batch or 1
     with_bias = {use.joined[0] for use in biases if use.joined}
@@ -164,10 +169,14 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: lis
 
 
 def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
-    """Returns the taps of a layer on several devices, which pack their sums; None where sums stay as they are.
+    """Return a layer's taps for several devices, which pack their sums, or None if the sums are not packed.
 
-    They stay on one device; where it is not factors that are averaged (ragged, transposed, reduced); and where it is
-    not known how the examples lie over a mesh: then XLA adds up whole matrices.
+    Sums are not packed in these cases:
+
+    - There is only one device.
+    - The layer's factors are not linear in the sums (ragged, transposed or reduced kernels).
+    - The program runs over a mesh, and a tap's data or gradient cannot be split by examples, or the taps would split
+      over different mesh axes. XLA then sums whole matrices.
     """
     keys, shapes = {tap.key for tap in taps}, tuple(layer.side_shapes.values())
     combined = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
@@ -183,7 +192,11 @@ def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> li
 
 
 def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> KroneckerTap | None:
-    """Makes a tap for one device's share of the examples; None unless these begin an axis of data and of gradient."""
+    """Return a tap for one device's share of the examples.
+
+    The result is None if no mesh axis divides the examples, or if they do not begin an axis of both the data and the
+    gradient.
+    """
     read, geometry = tap.use.read, tap.use.read.geometry
     examples = tap.use.examples(batch)
     if not examples:
@@ -191,9 +204,9 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     position, rows = examples[0], dict(read.rows)
     size, g = axes_lib.flatten(read.y_axes)[position].size, axes_lib.begins(read.y_axes, position)
     if isinstance(geometry, Lookup):
-        x = 0 if g == 0 else None  # the first axis of the indices
+        x = 0 if g == 0 else None  # the indices' first axis
     elif isinstance(geometry, Convolution):
-        x = geometry.spec[0] if rows.get(position) == 0 else None  # the images are the first of the patches' atoms
+        x = geometry.spec[0] if rows.get(position) == 0 else None  # the patches' first atom holds the images
     else:
         x = axes_lib.begins(read.x_axes, rows[position]) if isinstance(geometry, Dense) and position in rows else None
     axes = dividing_axes(size)
@@ -211,7 +224,11 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
 
 
 def _examples(planned: Planned, layer: Layer, use: Use, moments: bool) -> tuple[int, ...]:
-    """Return which atoms of a result are the examples; none if single examples are not needed, or there is one."""
+    """Return the positions of the result's atoms that hold the examples.
+
+    The tuple is empty if the tap need not separate the examples, or if there is a single example. If the order of the
+    examples is not known, the first atom that holds rows stands for them.
+    """
     if use.read.groups is not None or not (moments or layer.weight_sharing == "reduce"):
         return ()
     examples = use.examples(planned.batch)
@@ -222,13 +239,13 @@ def _examples(planned: Planned, layer: Layer, use: Use, moments: bool) -> tuple[
 
 
 class Entries(NamedTuple):
-    """What a probe of an elementwise layer is of.
+    """The leaf entries for which an elementwise layer's probe collects gradients.
 
     Attributes:
-      column: the leaf, counted in `Layer.params`.
-      where: the entries of it.
-      lengths: of the scans that the probe has an axis for.
-      loops: which of these go over examples.
+      column: the leaf's position in `Layer.params`.
+      where: the entries' indices in the flat leaf.
+      lengths: the lengths of the scans for which the probe has an axis.
+      loops: positions, within `lengths`, of the scans over examples.
     """
 
     column: int
@@ -238,7 +255,10 @@ class Entries(NamedTuple):
 
 
 def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> None:
-    """Puts taps behind all uses of vectors: those that read the same entries share a probe, example by example."""
+    """Put taps behind all uses of an elementwise layer's parameters.
+
+    Uses that read the same entries share a probe, which adds up their gradients for each example.
+    """
     n = planned.batch
     assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
     entries: dict[Key, Entries] = {}
@@ -251,11 +271,11 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
             assert examples is not None, "without them the leaf has the gradient's own diagonal"
             flat = axes_lib.flatten(use.read.y_axes)
             rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
-            # Entries are put in their places as they are read.
+            # The gradients are not flipped, because `where` gives the entries in the order in which they are read.
             arrange = axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=())
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
-            # Uses of the same entries are summed for each example before they are squared.
+            # Uses of the same entries get the same key: their gradients are summed per example before squaring.
             iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
             lengths = tuple(loop.length for loop in iterated)
             key = keys.setdefault((column, lengths, examples == (), where.tobytes()), (layer.name, len(keys)))
@@ -274,7 +294,10 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
 
 
 def _of_gradients(layer: Layer, n: float, entries: list[Entries], sums: list[jax.Array]) -> Unitwise:
-    """The block of an elementwise layer, from what each probe has of per-example gradients."""
+    """Return an elementwise layer's block from the per-example gradients in its probes.
+
+    A channel's block is `n sum_i g_i g_i^T`, where `g_i` is example `i`'s gradient for the channel's parameters.
+    """
     columns: list[list[jax.Array]] = [[] for _ in layer.params]
     for (column, where, _, loops), g in zip(entries, sums, strict=True):
         g = jnp.moveaxis(g, (*loops, -2), range(len(loops) + 1))

@@ -1,13 +1,19 @@
-"""What each primitive of JAX does with a parameter: the one table to extend.
+"""Define how each JAX primitive treats a parameter, in one table.
 
-- `Follow`: only the form of a parameter changes. Its axes go on.
-- `Read`: a parameter meets data, in a way whose per-example gradient is known.
+The rules in `_TABLE` distinguish two cases:
 
-Any other operation computes something derived from a parameter. That is harmless for a weight penalty; where it meets
-data, the parameter gets the gradient's own factors. A new entry is a function like `_read_product` and its name in
-`_TABLE`; the name of a product stands in `PRODUCTS`, too, and that of a change of form in `_WHOLE` and `_MOVES`.
-Programs inside an equation are looked into before (`equations.called`). `register_primitive` adds a user's operations.
-What operations do with the axes of data is said here, too (`placed`, `indexed`).
+- `Follow`: the operation only changes the parameter's form. The capture keeps following its axes.
+- `Read`: the operation combines the parameter with data, and its per-example gradients are known.
+
+Any other operation computes a new array from the parameter. This is harmless if the array only enters a weight penalty.
+If the array meets data, the parameter gets gradient factors.
+
+To support another primitive, write a function like `_read_product` and enter it in `_TABLE`. Add a product's name to
+`PRODUCTS` as well. A change in form goes into `_MOVES` and, if it keeps all entries, into `_WHOLE`, which `_TABLE`
+includes.
+
+The capture looks inside calls, remats and scans before it asks this table (`equations.called`). `register_primitive`
+adds operations that users define. `placed` and `indexed` follow the axes of data.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-# Operations on arrays of one shape, or of ones in the place of some of its lengths.
+# Elementwise operations, whose operands broadcast to the result's shape.
 ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
     **{name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")},
     "add_any": lax.add,
@@ -43,8 +49,8 @@ class Follow(NamedTuple):
     """The same parameter in another form.
 
     Attributes:
-      axes: the axes of each result.
-      moved: for each result, pairs of a leaf axis and how many entries of it lie before the first one that is kept.
+      axes: each result's axes.
+      moved: for each result, pairs `(axis, count)`. The result starts `count` entries further along this leaf axis.
     """
 
     axes: tuple[Axes, ...]
@@ -53,22 +59,25 @@ class Follow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A parameter meets data: all that a tap has to know of the operation.
+    """An operation that combines a parameter with data, with all facts that a tap needs.
 
     Attributes:
       op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
-      name: of the primitive.
-      operand: which input the parameter is.
-      other: which input the data is.
-      x_axes: axes of the data in terms of the leaf (dense), of its patches (conv) or of the counts of rows (embedding).
-      y_axes: axes of the result; what is not the leaf's is foreign.
-      dtype: in which sums over rows are formed.
-      batched: leaf atoms that are a batch axis of the operation: independent copies.
-      rows: pairs of positions among all atoms of `y_axes` and of `x_axes`: the same examples and positions.
-      geometry: brings the data to the normal form.
-      sign: -1 where the parameter is subtracted.
-      divides: whether the data is divided by rather than multiplied with.
-      groups: which input says how many rows each copy reads, one after the other, if that is data.
+      name: the primitive's name, or the registered operation's name.
+      operand: the parameter's position among the inputs.
+      other: the data's position among the inputs.
+      x_axes: axes for the data (dense), its patches (conv), the row counts (embedding) or the result (elementwise).
+        Axes that the kernel shares, contracted or batched, consist of leaf atoms.
+      y_axes: the result's axes. An atom outside the leaf holds examples or is foreign.
+      dtype: dtype in which sums over rows are accumulated.
+      batched: leaf atoms on a batch axis. Their entries are independent copies of the kernel.
+      rows: pairs `(p, q)`: atom `p` of `y_axes` holds the same examples or positions as atom `q` of `x_axes`. Both are
+        counted over all atoms.
+      geometry: converts the data to the normal form.
+      sign: -1 if the parameter is subtracted, otherwise 1.
+      divides: whether the operation is a division.
+      groups: in a ragged product, the position of the input with the group sizes. Each copy of the kernel reads a group
+        of consecutive rows.
     """
 
     op: str
@@ -88,21 +97,24 @@ class Read:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-# A reason in words says why an operation is not followed. None: neither a `Follow` nor a `Read` of this operand.
+# A string is the reason why this operand has no exact statistics. None: the rules do not cover this use of the operand.
 Meaning = Follow | Read | str | None
-# A rule gets an equation, which of its inputs is the parameter, the axes of that, and those of all inputs taken as
-# arrays of data, of which it reads those of the other input.
+# A rule takes an equation, the parameter's position among its inputs, the parameter's axes, and all inputs' axes as
+# data. In the last argument it only uses the axes of the other input.
 Rule = Callable[[Any, int, Axes, Sequence[Axes]], Meaning]
 
 
 def meaning(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """What an equation does with a parameter that is its input number `operand`.
+    """Return what an equation does with a parameter.
 
     Args:
       eqn: the equation.
-      operand: which of its inputs.
-      axes: of the parameter.
-      data: of all inputs, as arrays of data.
+      operand: the parameter's position among the inputs.
+      axes: the parameter's axes.
+      data: the axes of all inputs as data.
+
+    Raises:
+      ValueError: the equation is a registered operation, and its `like` is not a single operation on its inputs.
     """
     like = registered(eqn)
     if callable(like):
@@ -112,13 +124,13 @@ def meaning(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether an equation is a matrix product or convolution, or like one."""
+    """Return whether an equation is a matrix product or a convolution, or is registered as such."""
     like = registered(eqn)
     return (_single(eqn, like)[0] if callable(like) else eqn).primitive.name in PRODUCTS
 
 
 def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
-    """The axes of each result of an equation of data; None where nothing is known but their lengths."""
+    """Return each result's axes for an equation on data, or None if only their lengths are known."""
     name, shapes = eqn.primitive.name, [tuple(v.aval.shape) for v in eqn.invars]
     outs = [tuple(var.aval.shape) for var in eqn.outvars]
     if name in _MOVES and len(eqn.invars) == 1:
@@ -151,9 +163,14 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
 
 
 def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
-    """Returns the axes of the result of a gather or scatter of data; `fresh` tells which indices do not depend on data.
+    """Return the result's axes for a gather or scatter on data.
 
-    What data choose along the axis of the examples is in no order that is known.
+    If data-dependent indices select entries along an axis of examples, their order is unknown and the axis is `MIXED`.
+
+    Args:
+      eqn: the gather or scatter.
+      data: the axes of all inputs.
+      fresh: for each index component, whether it is independent of data.
     """
     numbers, out = parameter(eqn, "dimension_numbers"), tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name != "gather":
@@ -173,12 +190,16 @@ def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Whether an operand of an elementwise operation may have this shape."""
+    """Return whether an elementwise operation can broadcast an operand from `shape` to `out`."""
     return len(shape) == len(out) > 0 and all(length in (1, size) for length, size in zip(shape, out, strict=True))
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
-    """Returns the axis of a result whose operands have these axes: examples of one operand are those of the result."""
+    """Return an axis of an elementwise result from the operands' axes at this position.
+
+    If exactly one axis with the full `size` has its examples in order, the result keeps this axis. Otherwise the result
+    is `MIXED` if any such axis holds examples, and foreign if not.
+    """
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
     in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
     if len(in_order) == 1:
@@ -209,7 +230,7 @@ def _reversed(eqn: Any, axes: Axes) -> Axes:
 
 def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
     order = parameter(eqn, "dimensions") if eqn.primitive.name == "reshape" else None
-    axes = axes if order is None else tuple(axes[k] for k in order)  # of the transposed array, if it says so
+    axes = axes if order is None else tuple(axes[k] for k in order)  # `dimensions` transposes before the reshape
     return axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
 
 
@@ -221,7 +242,8 @@ def _broadcast(eqn: Any, axes: Axes) -> Axes:
     return broadcast_axes([axis for axis, _ in pairs], [size for _, size in pairs], total)
 
 
-# The axes of the result of each operation that keeps all entries of its one array; None where they cannot be told.
+# Operations that keep all entries of their only array. Each function returns the result's axes, or None if the result
+# cannot be followed.
 _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
     **dict.fromkeys(IDENTITIES, _cast),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
@@ -233,13 +255,13 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
 
 
 def _follow_whole(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Follows an operation that keeps all entries of its one array."""
+    """Follow an operation that keeps all entries of its only array."""
     form = _WHOLE[eqn.primitive.name](eqn, axes)
     return None if form is None else Follow((form,))
 
 
 def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Follows slices at places that do not depend on data, each to the box of entries that is left."""
+    """Follow a slice, split or unstack to each result, if the result is a box in the leaf."""
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape
     strides = parameter(eqn, "strides") if name == "slice" else None
     if strides is not None and any(step != 1 for step in strides):
@@ -265,14 +287,14 @@ def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
 
 
 def broadcast_axes(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
-    """Axes of an operand after an elementwise operation has broadcast it from `shape` to `total`."""
-    if len(shape) != len(total):  # a scalar, which has no axes of its own
+    """Return an operand's axes after an elementwise operation has broadcast it from `shape` to `total`."""
+    if len(shape) != len(total):  # a scalar has no axes
         return tuple(foreign(size) for size in total)
     return tuple(axis if n == size else foreign(size) for axis, n, size in zip(axes, shape, total, strict=True))
 
 
 def _read_elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Reads a sum or a product of two arrays, element by element."""
+    """Read an elementwise sum, difference, product or quotient of two arrays."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
     y_axes = broadcast_axes(axes, eqn.invars[operand].aval.shape, out)
     sign = -1 if name == "sub" and operand == 1 else 1
@@ -280,7 +302,7 @@ def _read_elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
 
 
 def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Reads a product whose input number `operand` is a kernel; None for a broadcast one, which is an activation."""
+    """Read a matrix product with a kernel. Return None for a broadcast kernel, which is an activation."""
     contract, batch = parameter(eqn, "dimension_numbers")
     x = eqn.invars[1 - operand].aval
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -295,7 +317,7 @@ def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
     for k, w_axis in zip(x_contract, w_contract, strict=True):
         x_axes[k] = axes[w_axis]
     for k, w_axis in zip(x_batch, w_batch, strict=True):
-        if not axes_lib.is_broadcast([axes[w_axis]]):  # else the same kernel for all of its entries
+        if not axes_lib.is_broadcast([axes[w_axis]]):  # along a broadcast axis, all entries share one kernel
             x_axes[k] = axes[w_axis]
     free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
     y_axes = (*(x_axes[k] for k in x_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
@@ -305,7 +327,7 @@ def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
 
 
 def _read_ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """A product of each group of rows with a kernel of its own, `lax.ragged_dot`."""
+    """Read `lax.ragged_dot`, which multiplies each group of rows by a separate kernel."""
     numbers = parameter(eqn, "ragged_dot_dimension_numbers")
     contract, batch = numbers.dot_dimension_numbers
     x, groups = eqn.invars[0].aval, axes[0] if axes else ()
@@ -321,7 +343,7 @@ def _read_ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes
 
 
 def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """`Read.rows`, where the axes of `x_axes` with rows come in `order` in the result."""
+    """Return `Read.rows`. `order` lists the axes of `x_axes` that hold rows, in the result's order."""
     starts = [sum(map(len, x_axes[:k])) for k in range(len(x_axes))]
     in_x = [starts[k] + p for k in order for p, atom in enumerate(x_axes[k]) if not atom.of_leaf]
     in_y = [p for p, atom in enumerate(axes_lib.flatten(y_axes)) if not atom.of_leaf]
@@ -329,7 +351,10 @@ def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Groups of channels are independent copies: each reads its part of the input channels, and writes its outputs."""
+    """Read a convolution's kernel.
+
+    Channel groups are independent copies: each group reads its own input channels and writes its own output channels.
+    """
     numbers = parameter(eqn, "dimension_numbers")
     if operand == 0:
         return "it is the image of a convolution, not its kernel"
@@ -346,13 +371,13 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
         return f"feature_group_count={groups} cuts across axes of the parameter"
     group, outputs = split
     images = data[0][numbers.lhs_spec[0]]
-    if len(images) > 1:  # patches are of one axis of images
+    if len(images) > 1:  # patches have their images on a single atom
         images = mixed(lhs[numbers.lhs_spec[0]])
     positions = [foreign(out[k]) for k in numbers.out_spec[2:]]
     x_axes = (images, *positions, *(axes[k] for k in window), group + axes[in_channel])
     y_axes = [foreign(size) for size in out]
     y_axes[numbers.out_spec[0]], y_axes[numbers.out_spec[1]] = images, group + outputs
-    # Axes of the patches: the images, the positions in the order of `out_spec`, the window and channels.
+    # The patches have these axes: images, positions in `out_spec` order, window, channels.
     axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
     rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
     geometry = Convolution(
@@ -368,7 +393,7 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
 
 
 def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """A gather that takes whole rows of a table, one for each index; None if it is another."""
+    """Read a gather that takes one whole table row per index. Return None for any other gather."""
     if operand != 0:
         return None
     numbers, mode, sizes = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode"), parameter(eqn, "slice_sizes")
@@ -384,7 +409,7 @@ def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     ):
         return None
     drop = mode == GatherScatterMode.FILL_OR_DROP
-    # A slice along the whole of an axis starts at its beginning, whatever its index says, if that is clamped.
+    # With CLIP, a slice as long as its axis always starts at 0, so the index may have other components as well.
     alone = len(numbers.start_index_map) == 1 and (drop or mode == GatherScatterMode.PROMISE_IN_BOUNDS)
     positions = [k for k in range(len(out)) if k not in numbers.offset_dims]
     if not (alone or mode == GatherScatterMode.CLIP) or not positions:
@@ -397,7 +422,10 @@ def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
 
 
 def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
-    """Makes the read of an operation of two arrays. Sums over rows have the widest dtype of its inputs and results."""
+    """Build the `Read` of an operation on two arrays.
+
+    Sums over rows are accumulated in the widest accumulator dtype among inputs and results.
+    """
     dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
     return Read(op, eqn.primitive.name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), dtype, **more)
 
@@ -406,7 +434,7 @@ _TABLE: dict[str, Rule] = {
     **dict.fromkeys(_WHOLE, _follow_whole),
     **dict.fromkeys(("slice", "split", "unstack"), _follow_parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _read_elementwise),
-    "neg": lambda eqn, operand, axes, data: Follow((axes,)),  # a scale of -1
+    "neg": lambda eqn, operand, axes, data: Follow((axes,)),  # `find_reads` counts it as a scale of -1
     "dot_general": _read_product,
     "conv_general_dilated": _read_convolution,
     "gather": _read_lookup,
@@ -415,7 +443,13 @@ _TABLE: dict[str, Rule] = {
 
 
 def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
-    """The single operation that `like` is, and which of its variables each input of `eqn` is."""
+    """Trace `like` and return its only equation, and the variable in it for each input of `eqn`.
+
+    The variable is None for an input that does not reach the equation.
+
+    Raises:
+      ValueError: `like` is not a single operation, or its results do not have the shapes of `eqn`'s results.
+    """
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     jaxpr: Any = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
@@ -432,7 +466,11 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
 
 
 def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
-    """Returns the meaning of the operation that `like` is, with the inputs counted as those of `eqn`."""
+    """Return the meaning of the only equation in `like`, with inputs numbered as in `eqn`.
+
+    Raises:
+      ValueError: `like` is not a single operation, or combines an input with a constant.
+    """
     inner, order = _single(eqn, like)
     position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
     if position is None:

@@ -1,7 +1,7 @@
-"""A loss function as a flat program: its operations, what is inside them, and what of it reaches the loss.
+"""Flatten a loss function into a list of operations, and find the operations that reach the loss.
 
-Calls are written out where they stand; a `scan` and a `remat` alone hold a program of their own. What equations mean is
-in `equations.py` and `primitives.py`; the rest of the capture sees no more of them than an `Op` shows.
+Calls are inlined; only a `scan` or a `remat` has a program of its own. The modules `equations.py` and `primitives.py`
+define the meaning of an equation.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ State = TypeVar("State")
 class Value:
     """An array of a program.
 
-    Passes over the program note facts of it, in this order: `compare` `twice`; `mark_live` `branched`; `examples.place`
-    `axes`, `of_batch`, `from_arguments`, `concatenated` and `leaves`.
+    Three passes over the program set further attributes, in this order: `compare` sets `twice`, `mark_live` sets
+    `branched`, and `examples.place` sets `axes`, `of_batch`, `from_arguments`, `concatenated` and `leaves`.
 
     Attributes:
-      shape: its shape.
-      dtype: its dtype.
-      number: what it is, of a number written into the program.
-      twice: its shape where the loss is traced with twice as many examples; None where that is not known.
-      axes: its axes in atoms, with those that hold examples marked (`examples.py`).
-      of_batch: whether it depends on the batch, or holds examples.
-      from_arguments: whether it depends on array arguments of the loss.
-      concatenated: whether it depends on rows of the batch that stand beside others, as those of a second batch.
-      leaves: the parameter leaves that it depends on by a way that carries a gradient.
-      branched: whether it reaches the loss by several ops, or by one and as a result.
+      shape: the shape.
+      dtype: the dtype.
+      number: the value of a literal in the jaxpr; None for any other array.
+      twice: the array's shape in the trace with twice as many examples; None if that shape is not known.
+      axes: the axes, as atoms (`axes.py`). Atoms that hold examples are marked (`examples.py`).
+      of_batch: whether the array depends on the batch or has an axis of examples. If the loss hides its examples, its
+        arguments and constant arrays count as the batch.
+      from_arguments: whether the array depends on array arguments of the loss other than the parameters.
+      concatenated: whether the array depends on a concatenation of batch rows with other rows, such as a second batch.
+      leaves: the parameter leaves, by position, on which the array depends through ops that are `alive`.
+      branched: whether several readers send a gradient back to the array. The program's result counts as a reader.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +62,7 @@ class Value:
 
     @property
     def grown(self) -> tuple[bool, ...]:
-        """Which of its axes are longer with twice as many examples."""
+        """For each axis, whether it is longer with twice as many examples."""
         return tuple(a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True))
 
 
@@ -69,22 +70,23 @@ class Value:
 class Op:
     """One equation of a program.
 
-    Passes note facts of it as of a `Value`: `compare` `longer`; `mark_live` `alive`, `summed` and `unmarked`;
-    `examples.place` `along`.
+    The passes that `Value` names also set attributes of ops: `compare` sets `longer`, `mark_live` sets `alive`,
+    `summed` and `unmarked`, and `examples.place` sets `along`.
 
     Attributes:
-      eqn: the equation itself.
-      within: the jaxpr that it is one of.
-      inputs: what it reads.
-      outputs: what it computes.
-      scan: of a scan, what it does with its inputs.
-      inner: the program inside a scan and a remat.
-      around: the scans and remats that it is inside of, from the outermost inwards.
-      longer: of a scan, whether its length grows with the examples.
-      along: and the axis that it goes along.
-      alive: whether a result reaches the loss by a way that carries a gradient, or something inside does.
-      summed: whether they reach it by sums and factors alone, as the terms of a penalty do.
-      unmarked: whether one reaches it by a way without a marked output.
+      eqn: the equation.
+      within: the jaxpr that contains the equation.
+      inputs: the arrays that the equation reads.
+      outputs: the arrays that the equation computes.
+      scan: for a scan, its operands' roles; None for any other equation.
+      inner: the body of a scan or remat; None for any other equation.
+      around: the scans and remats that enclose the op, outermost first.
+      longer: for a scan, whether its length grows with the number of examples.
+      along: for a scan, the axis over which it iterates.
+      alive: whether a gradient flows back from the loss to a result of this op, or of an op inside.
+      summed: whether the results reach the loss only through sums and multiplications by scalars, as the terms of a
+        penalty do.
+      unmarked: whether a result reaches the loss on a path without a marked output.
     """
 
     eqn: Any
@@ -106,42 +108,42 @@ class Op:
 
     @property
     def length(self) -> int:
-        """How many iterations it has: one, if it is no scan."""
+        """The number of iterations, which is 1 unless the op is a scan."""
         return self.scan.length if self.scan else 1
 
     @property
     def loops(self) -> tuple[Op, ...]:
-        """The scans that it is inside of."""
+        """The scans that enclose the op."""
         return tuple(op for op in self.around if op.scan)
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
-        """What it does with a parameter that is its input number `operand` and has these axes."""
+        """Return what the op does with a parameter that has these axes and is its input number `operand`."""
         return primitives.meaning(self.eqn, operand, axes, [value.axes for value in self.inputs])
 
     @functools.cached_property
     def product(self) -> bool:
-        """Whether it is a matrix product or convolution, or like one."""
+        """Whether the op is a matrix product or convolution, or is registered as similar to either."""
         return primitives.is_product(self.eqn)
 
     def compute(self, values: Sequence[Any]) -> list[Any]:
-        """Its results."""
+        """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)
 
     def describe(self) -> str:
-        """Its name and the shapes of its inputs, for messages."""
+        """Return the op's name and its inputs' shapes, for messages."""
         return f"{self.name}({', '.join(str(list(value.shape)) for value in self.inputs)})"
 
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """Operations in their order.
+    """Operations in execution order.
 
     Attributes:
       inputs: the arguments.
-      consts: constants, with their values.
+      consts: the constants, with their values.
       ops: the operations.
       outputs: the results.
-      around: the scans and remats that it is inside of, from the outermost inwards.
+      around: the scans and remats that enclose the program, outermost first.
     """
 
     inputs: list[Value]
@@ -156,12 +158,15 @@ class Program:
         constant: Callable[[Value], State],
         visit: Callable[[Op, list[State]], Sequence[State]],
     ) -> list[State]:
-        """Computes the states of the results from those of the inputs, as the program computes arrays.
+        """Run the program on a state for each array, instead of on the array itself.
 
         Args:
-          states: of the inputs.
-          constant: of constants, and of numbers written into the program.
-          visit: gives the states of an op's results from itself and the states of its inputs.
+          states: the inputs' states.
+          constant: returns the state of a constant or a literal.
+          visit: returns the states of an op's results, from the op and its inputs' states.
+
+        Returns:
+          The results' states.
         """
         env: dict[Value, State] = {const: constant(const) for const in self.consts}
         env.update(zip(self.inputs, states, strict=True))
@@ -174,7 +179,7 @@ class Program:
         return list(map(read, self.outputs))
 
     def axes_averaged_over(self) -> tuple[str, ...]:
-        """Returns the axes of devices over which the loss, the first result, is summed or averaged."""
+        """Return the device axes over which the loss, the first result, is summed or averaged."""
         makers = {value: op for op in self.ops for value in op.outputs}
         ahead, axes = [self.outputs[0]], list[str]()
         while ahead:
@@ -185,7 +190,7 @@ class Program:
         return tuple(dict.fromkeys(axes))
 
     def walk(self) -> Iterator[Op]:
-        """All operations, and those inside them."""
+        """Yield all operations, including the operations inside scans and remats."""
         for op in self.ops:
             yield op
             if op.inner:
@@ -193,7 +198,7 @@ class Program:
 
 
 def flat(closed: Any, around: tuple[Op, ...] = ()) -> Program:
-    """The program of a closed jaxpr, with calls written out, inside the scans and remats `around`."""
+    """Return the program of a closed jaxpr with calls inlined, enclosed by the scans and remats `around`."""
     program = Program(list(map(_value, closed.jaxpr.invars)), {}, [], [], around)
     program.outputs = _inline(program, closed, program.inputs)
     return program
@@ -205,7 +210,7 @@ def _value(var: Any) -> Value:
 
 
 def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Adds the operations of a jaxpr to a program; its results."""
+    """Add a jaxpr's operations to a program, and return the jaxpr's results."""
     jaxpr = closed.jaxpr
     constants = list(map(_value, jaxpr.constvars))
     into.consts.update(zip(constants, closed.consts, strict=True))
@@ -230,7 +235,7 @@ def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
-    """Values that lie as a `jit` inside the loss has it."""
+    """Return values constrained to the shardings that a `jit` inside the loss gives its arguments or results."""
     result = []
     for value, sharding in zip(values, shardings or [None] * len(values), strict=True):
         if isinstance(sharding, jax.sharding.Sharding) and value.number is None:
@@ -247,20 +252,20 @@ def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]
 
 
 class AnotherProgramError(Exception):
-    """With twice as many examples the loss is another program."""
+    """The loss traced with twice as many examples has other operations."""
 
 
 def compare(program: Program, twin: Program, alike: bool) -> None:
-    """Notes what grows between a program and the twin that it is with twice as many examples.
+    """Record how a program grows with twice as many examples: set its `Value.twice` and `Op.longer`.
 
     Args:
-      program: the program.
-      twin: the other one.
-      alike: whether the two must do the same operations. A batch of one may do some in another way, as a gather; what
-        is between the same operations is then not compared.
+      program: the loss's program.
+      twin: its program with twice as many examples.
+      alike: whether both programs must have the same operations. A loss may use other operations for a single example,
+        for example for a gather. If `alike` is false, only runs of matching operations are compared.
 
     Raises:
-      AnotherProgramError: the twin does not do the same operations.
+      AnotherProgramError: the programs must be alike, but their operations differ.
     """
 
     def form(op):
@@ -285,16 +290,17 @@ def compare(program: Program, twin: Program, alike: bool) -> None:
         value.twice = larger.shape
 
 
-# -- what reaches the loss ---------------------------------------------------------------------------------------------
+# -- reaching the loss -------------------------------------------------------------------------------------------------
 
 
 class Reached(NamedTuple):
     """How an array reaches the loss.
 
     Attributes:
-      live: whether a gradient comes back to it.
-      summed: whether it gets there by sums and factors alone, as the terms of a penalty do.
-      unmarked: whether one of its ways has no marked output.
+      live: whether a gradient flows back to the array.
+      summed: whether the array reaches the loss only through sums and multiplications by scalars, as the terms of a
+        penalty do.
+      unmarked: whether some path from the array to the loss has no marked output.
     """
 
     live: bool = False
@@ -303,23 +309,27 @@ class Reached(NamedTuple):
 
 
 def _by_all(ways: Iterable[Reached]) -> Reached:
-    """How an array reaches the loss that does so in several ways."""
+    """Combine all ways in which an array reaches the loss."""
     live = [way for way in ways if way.live]
     return Reached(bool(live), bool(live) and all(way.summed for way in live), any(way.unmarked for way in live))
 
 
 def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
-    """Notes what reaches the loss, the first result; with `roots`, what reaches the results of these ops instead.
+    """Record which arrays and ops reach the loss, the first result.
 
-    Integers and booleans carry no gradient, nor does what goes through `stop_gradient` and the like.
+    With `roots`, record instead which of them reach the results of these ops; `Op.unmarked` then stays as it is. No
+    gradient flows through integers, booleans, or operations without a gradient, such as `stop_gradient`.
     """
     loss = Reached() if roots else Reached(live=True, summed=True, unmarked=True)
     _note_reached(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
 
 
 def _note_reached(program: Program, results: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
-    """Notes what reaches the loss, if the results of a program do so in these ways; returns how its arguments do."""
-    ways: dict[Value, list[Reached]] = collections.defaultdict(list)  # of each array, one for each live reader
+    """Record which arrays and ops reach the loss, and return how the program's inputs do.
+
+    `results` says how the program's results reach the loss. `roots` is as for `mark_live`.
+    """
+    ways: dict[Value, list[Reached]] = collections.defaultdict(list)  # for each array, an entry per live reader
 
     def reach(value: Value, way: Reached) -> None:
         if way.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
@@ -341,7 +351,7 @@ def _note_reached(program: Program, results: Sequence[Reached], roots: Collectio
         together = _by_all(leaving)
         op.alive = together.live or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
         op.summed = together.summed
-        if not roots:  # of the loss, whatever the roots are
+        if not roots:  # `unmarked` always refers to the loss, never to the roots
             op.unmarked = together.unmarked
         for value, way in zip(op.inputs, entering, strict=True):
             reach(value, way)
@@ -349,13 +359,13 @@ def _note_reached(program: Program, results: Sequence[Reached], roots: Collectio
 
 
 def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
-    """How the inputs of an op reach the loss, if its results do in these ways."""
+    """Return how an op's inputs reach the loss, if its results reach the loss in `ways`."""
     if op.inner and not op.scan:
         return _note_reached(op.inner, ways, roots)
     if op.inner and op.scan:
         scan, ways = op.scan, [way._replace(summed=False) for way in ways]
-        while True:  # a carry also reaches it by way of a later iteration
-            # An iteration may do anything with what it gets.
+        while True:  # a carry also reaches the loss through later iterations
+            # An input of a scan never counts as summed, because the body may do anything with it.
             inputs = [way._replace(summed=False) for way in _note_reached(op.inner, ways, roots)]
             carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
             more = [*map(_by_all, carried), *ways[scan.carried :]]

@@ -1,4 +1,4 @@
-"""Evaluates a traced loss again, with the taps of a plan behind its operations."""
+"""Evaluate a traced loss again, with the taps of a plan behind its operations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """An array that is the same for all `n` examples, once for each of them, `[n, ...]`.
+    """An array that all `n` examples share, repeated for each example: `[n, ...]`.
 
-    So the gradient with respect to it is known for each.
+    The repetition makes the gradient of each example known.
     """
 
     rows: Any
@@ -40,17 +40,26 @@ def _alone(value: Any) -> Any:
 
 
 class Replayed(NamedTuple):
-    """An array, and what a parameter has been multiplied by on the way to it, if it is a scaled view of one."""
+    """An array of the replay.
+
+    If the array is a scaled view of a parameter, `multiplier` holds the factors by which the parameter has been
+    multiplied.
+    """
 
     value: Any
     multiplier: Any = None
 
 
-Results = tuple[list[Replayed], dict[Key, Any]]  # of a program, and what its marks hand out
+Results = tuple[list[Replayed], dict[Key, Any]]  # a program's results, and the values that its marks hand out
 
 
 def replay(program: Program, args: Sequence[Any], plan: Plan, probes: Probes) -> tuple[list[Any], dict[Key, Any]]:
-    """Evaluates a program with the taps of `plan`: its results, and what marks hand out, stacked by scans."""
+    """Evaluate a program with the taps of `plan`.
+
+    Returns:
+      The program's results, and the values that the marks hand out, by key. A scan stacks these values over its
+      iterations.
+    """
     results, handed = _replay(program, list(map(Replayed, args)), plan, probes)
     return [_alone(result.value) for result in results], handed
 
@@ -91,23 +100,26 @@ def _replay(program: Program, arguments: Sequence[Replayed], plan: Plan, probes:
 
 
 def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> list[Any]:
-    """What the parameter that an op reads as its input number `operand` has been multiplied by in each result."""
+    """Return the multiplier of each result of an op, whose input number `operand` is a view of a parameter."""
     value, so_far = inputs[operand]
     so_far = jnp.ones_like(value) if so_far is None else so_far
-    if op.name in equations.SUMS:  # what is added has no say in it
+    if op.name in equations.SUMS:  # an added array does not change the factor
         return [-so_far if op.name == "sub" and operand == 1 else so_far]
     values = [so_far if k == operand else x.value for k, x in enumerate(inputs)]
     return equations.evaluate_multiplier(op.within, op.eqn, values)
 
 
 def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
-    """Evaluates an op. Where arrays that all examples share meet the examples, `axis` is the axis of these."""
+    """Evaluate an op, whose inputs may be `Shared`.
+
+    If shared rows meet the examples at this op, `axis` is the result's axis of examples. Otherwise it is None.
+    """
     if not any(map(_is_shared, values)):
         return op.compute(values)
     if axis is not None and len(values) > 1:
 
         def whole(value):
-            if _is_shared(value):  # the examples take the place of an axis of length one
+            if _is_shared(value):  # the examples replace an axis of length 1
                 value = jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
             return jnp.broadcast_to(value, op.outputs[0].shape)
 
@@ -142,13 +154,17 @@ def _scan(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Res
         return [result.value for result in results], handed
 
     outs, handed = _scan_by(step, op, [x.value for x in inputs], (sliced, multipliers[last:]))
-    # A scaled view that is carried comes out as it went in.
+    # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
     carried = [*multipliers[first:last], *[None] * len(outs)]
     return [Replayed(*pair) for pair in zip(outs, carried, strict=False)], handed
 
 
 def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any) -> tuple[list[Any], Any]:
-    """Results of a scan by another body, `step(program, arguments, slices of beside)`, and what else that stacks."""
+    """Evaluate a scan with another body, and return its results and a stacked pytree.
+
+    The body is `step(program, arguments, slices)`, with slices of `beside`. It returns an iteration's results and a
+    pytree, which the scan stacks.
+    """
     assert op.scan
     first, last = op.scan.consts, op.scan.last
 
@@ -166,9 +182,10 @@ def _scan_by(step: Callable[..., Any], op: Op, values: Sequence[Any], beside: An
 
 
 def rewrite(fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]]) -> Callable[..., Any]:
-    """`fn` with other ways to compute some primitives, `rules[name](equation, *operands)`, also in calls and scans.
+    """Return `fn` with other implementations of some primitives.
 
-    What is inside a `custom_vjp` or `jax.checkpoint` is left as it is.
+    `rules[name](equation, *operands)` computes the result of the primitive `name`, also inside calls and scans.
+    Programs inside other equations stay as they are, for example in a `custom_vjp` or `jax.checkpoint`.
     """
 
     def evaluated(program: Program, args: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Sums over a mesh: each device packs those of its examples, and gets an equal part of the elements of all."""
+"""Add up packed statistics over a mesh: a reduce-scatter.
+
+Each device packs the sums over its own examples, and receives an equal share of the total's elements.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,22 @@ from kfac._varying import explicit_part, whole
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How the sums of a use of a kernel are formed and spread.
+    """How a kernel's sums are packed and spread over devices.
 
-    A layer's message is sent as soon as it is known, so that no device holds two layers' sums unpacked. Where several
-    uses are added up, or those of a loop that shares the kernel, each device adds up what it has first. Where devices
-    are traced one by one they keep what they have, packed.
+    - With `at_once`, each device packs and sends a layer's sums inside the backward pass, as soon as it has them. So no
+      device holds the unpacked sums of two layers.
+    - With `axes` alone, several uses of the kernel, or several iterations of a loop, add to the same sums. Each device
+      adds up its own sums first. `packed` sends them after the backward pass.
+    - Without `axes`, as inside `shard_map` and `pmap`, each device keeps its own sums, packed.
 
     Attributes:
-      shapes: of `A` and `G` of one copy, as of `Packed`.
-      dtype: of the sums on the wire; "float32" for that in which they are formed.
-      axes: of the mesh, over which the examples are spread, and then the elements; none for a device on its own.
-      x: along which axis of the data the examples are.
-      g: along which of the gradient.
-      at_once: whether there is one use over a mesh.
+      shapes: the shapes of `A` and `G` for a single copy, as in `Packed`.
+      dtype: the message dtype. `"float32"` stands for the dtype in which the sums are formed.
+      axes: the mesh axes over which first the examples and then the elements are split; empty inside `shard_map` and
+        `pmap`.
+      x: the data's axis of examples.
+      g: the gradient's axis of examples.
+      at_once: whether there are `axes`, and each probe gets its sums from a single use that is read once.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -43,7 +49,11 @@ class Spread:
     at_once: bool = False
 
     def sums(self, of: Callable[[Any, jax.Array], Kronecker], residuals: Any, g: jax.Array) -> Kronecker:
-        """The packed sums of one use, `[copies, pieces, elements]`, which `of` computes from residuals and gradient."""
+        """Return the packed sums of a single use, which `of` computes from residuals and gradient.
+
+        Their shape is `[copies, pieces, elements]`. With `axes` but without `at_once`, the copies of all devices are
+        side by side on the first axis.
+        """
 
         def of_device(data, rest, g):
             flat = Packed.of(of((data, *rest), g), self.shapes).flat
@@ -56,25 +66,30 @@ class Spread:
         return self._over_mesh(of_device, self._lie(0), split[0], PartitionSpec(), split[1])(data, rest, g)
 
     def probe(self, loops: tuple[int, ...], copies: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """What the sums of one side are the cotangent of, behind the axes of loops."""
+        """Return the shape, dtype and sharding of a probe, whose cotangent is an array of packed sums.
+
+        `shape` is the unpacked shape for each of the `copies`. Loops of the lengths `loops` add leading axes.
+        """
         mesh, spec = jax.sharding.get_abstract_mesh(), explicit_part(self._lie(len(loops)))
         devices = 1 if self.at_once else math.prod(mesh.shape[name] for name in self.axes)
         sizes = *loops, devices * copies, *(self.room(shape) if self.at_once else room(shape))
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec) if any(spec) else None)
 
     def room(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The last two axes of one side, once it is spread."""
+        """Return the numbers of pieces and elements of a factor with this shape, after padding for the devices."""
         return room(shape, jax.sharding.get_abstract_mesh().size if self.axes else 1)
 
     def packed(
         self, finish: Callable[[list[Kronecker]], Any], loops: int, lead: int
     ) -> Callable[[list[Kronecker]], Packed]:
-        """Returns a function that adds up the sums of all devices and finishes them.
+        """Return a function that adds up all devices' sums and turns the total into packed factors.
+
+        Without `axes`, the function uses this device's sums only.
 
         Args:
-          finish: brings sums to factors, as of one device.
-          loops: how many axes of loops the sums have in front.
-          lead: how many axes the factors have in front.
+          finish: turns sums into factors, as on a single device.
+          loops: the sums' number of leading axes, which stand for loops.
+          lead: the factors' number of leading axes.
         """
         deal = functools.partial(dealt, axes=self.axes, dtype=self.dtype)
         spread = PartitionSpec(*(loops + 2) * [None], self.axes)
@@ -83,13 +98,16 @@ class Spread:
             if self.axes and not self.at_once:
                 sums = [self._over_mesh(deal, spread, self._lie(loops))(use) for use in sums]
             flat = whole(finish, PartitionSpec(*(lead + 1) * [None], self.axes) if self.axes else None)(sums)
-            narrow = not self.axes and self.dtype != "float32"  # still to be sent
+            narrow = not self.axes and self.dtype != "float32"  # the factors are sent later
             return Packed(jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, flat), self.shapes)
 
         return finished
 
     def _lie(self, loops: int) -> PartitionSpec:
-        """The sharding of what a use sums, behind so many axes of loops."""
+        """Return the sharding of a use's sums, which have `loops` leading axes for loops.
+
+        With `at_once`, devices split the elements. Otherwise each device has its own copies.
+        """
         return PartitionSpec(*(loops + 2 * self.at_once) * [None], self.axes or None)
 
     def _over_mesh(self, fn: Callable[..., Kronecker], out: PartitionSpec, *in_specs: Any) -> Callable[..., Kronecker]:
@@ -97,9 +115,9 @@ class Spread:
 
 
 def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kronecker:
-    """Adds up vectors `[..., elements]` over devices, in one message, and returns this device's part of the elements.
+    """Add up vectors `[..., elements]` over devices, and return this device's share of the elements.
 
-    The vectors are filled up with zeros, so that the devices of the mesh divide the number of elements.
+    All vectors travel in a single message. They are padded with zeros to a multiple of the mesh's number of devices.
     """
 
     def by_device(x):

@@ -1,15 +1,16 @@
-"""What is known of an array in the program of a loss, and of an operation that reads a parameter.
+"""Array states and parameter uses in a loss's program.
 
-Every array on the way has one of these states:
+Each array that `find_reads.py` visits has one of three states:
 
-- `Data`: an activation, or anything that no parameter is followed in. `output` while it is still the unbranched result
-  of a read, which is what a bias or shift is joined to.
-- `View`: one parameter leaf seen through casts, reshapes, transposes, slices and scans, axis by axis (`axes.py`).
-  `scaled` after an elementwise product with something that has no example axis, as in
-  `(x - mean) * (rsqrt(var) * scale)`; `inexact` where a product that reads it has no exact rows.
-- `Derived`: computed from parameters in any other way. Harmless as long as it meets no data: a weight penalty.
+- `Data`: an activation, or any other array in which no parameter is followed. It has an `output` while it is the
+  unbranched result of a read; a bias or shift can then be joined to the read.
+- `View`: a parameter leaf after casts, reshapes, transposes, slices and scans, axis by axis (`axes.py`). It is `scaled`
+  after an elementwise product with an array that has no axis of examples, as in `(x - mean) * (rsqrt(var) * scale)`. It
+  is `inexact` if a product with it would have no exact rows.
+- `Derived`: an array computed from parameters in any other way. It is harmless unless it meets data; a weight penalty,
+  for example, is harmless.
 
-A `Use` is an operation where a parameter meets data, and where that is.
+A `Use` is an operation in which a parameter meets data, with its place in the program.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ NONE: Leaves = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The result of the use at the op `use`; axes that are not the parameter's are foreign."""
+    """The result of the use at the op `use`.
+
+    Any atom in `axes` that is not the parameter's has `of_leaf` False.
+    """
 
     use: Op
     axes: Axes
@@ -41,7 +45,11 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """An activation, with the ops of the late uses that it is made of: their rows are the same for all examples."""
+    """An activation.
+
+    `shared` holds the ops of late uses from whose results the activation is computed. If there are any, all examples
+    share its rows.
+    """
 
     output: Output | None = None
     shared: frozenset[Op] = frozenset()
@@ -51,15 +59,15 @@ class Data:
 @dataclasses.dataclass(frozen=True)
 class View:
     leaf: int
-    shape: tuple[int, ...]  # of the leaf
+    shape: tuple[int, ...]  # the leaf's shape
     axes: Axes
-    start: tuple[int, ...]  # the first entry of each leaf axis that it holds: not zeros where it is a slice
-    stack: tuple[axes_lib.Axis, ...] = ()  # for each enclosing scan, the atoms it iterates over (none: read each time)
+    start: tuple[int, ...]  # for each leaf axis, the view's first entry: nonzero in a slice
+    stack: tuple[axes_lib.Axis, ...] = ()  # for each scan around, the atoms it iterates over, if any
     scaled: bool = False
-    uniform: bool = True  # scaled, if at all, by numbers only
-    mixed: bool = False  # scaled by what depends on the batch
-    inexact: str = ""  # why it has no exact rows
-    beside: Leaves = NONE  # other leaves that it depends on, which have none
+    uniform: bool = True  # False if scaled by anything but numbers
+    mixed: bool = False  # scaled by an array that depends on the batch
+    inexact: str = ""  # why a product with it has no exact rows; empty otherwise
+    beside: Leaves = NONE  # other leaves that it depends on; these have no exact rows
     shared: ClassVar[frozenset[Op]] = frozenset()
 
     @property
@@ -68,7 +76,7 @@ class View:
 
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
-        """Which of several equal parts of the leaf it is (`axes.picks`)."""
+        """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
         return axes_lib.picks(self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes)))
 
 
@@ -85,15 +93,17 @@ State = Data | View | Derived
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One read of a parameter leaf, and where it is.
+    """A read of a parameter leaf, and its place in the program.
 
     Attributes:
-      read: what the operation does.
-      view: the leaf, in the form in which it is read.
+      read: how the operation reads the leaf.
+      view: the leaf, in the form in which the operation reads it.
       op: the operation.
-      joined: of a bias or shift, the op of the use whose result it is added to, and the atoms of both leaves in pairs.
-      late: whether it reads rows that all examples share. Its result gets an axis of examples, which come in later.
-      dropped: whether it does not count: a penalty by constants.
+      joined: for a bias or shift, the op of the use whose result it is added to, and the pairs of corresponding atoms
+        in the two leaves.
+      late: whether the use reads rows that all examples share. The examples then meet its result in a later operation;
+        `for_all` gives the use its axis of examples.
+      dropped: whether the use does not count, because it acts on constants only, as a penalty does.
     """
 
     read: Read
@@ -117,11 +127,14 @@ class Use:
 
     @property
     def copies(self) -> tuple[Atom, ...]:
-        """Atoms of the leaf that hold independent copies of a kernel."""
+        """The leaf's atoms that hold independent copies of a kernel."""
         return (*self.picked, *self.scanned, *self.read.batched)
 
     def levels(self, examples: bool = False) -> list[tuple[Op, bool]]:
-        """The scans around it, and whether each goes over the leaf, or with `examples` over these."""
+        """Return each scan around the use, and whether it iterates over the leaf.
+
+        With `examples`, a scan over examples counts as well.
+        """
         pairs = zip(self.op.loops, self.view.stack, strict=True)
         return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
 
@@ -132,21 +145,21 @@ class Use:
 
     @property
     def reads(self) -> int:
-        """How often each example reads the parameter: not once more for each iteration over examples."""
+        """How often each example reads the parameter. Iterations over examples do not add to the number."""
         return math.prod(loop.length for loop, iterates in self.levels(examples=True) if not iterates)
 
     @property
     def times(self) -> int:
-        """How often the parameter is read: once in each iteration that shares it."""
+        """How often the parameter is read: once for each iteration that shares it."""
         return math.prod(loop.length for loop, iterates in self.levels() if not iterates)
 
     @property
     def rows(self) -> int:
-        """Rows this use contributes: positions of all examples, over all iterations that share the parameter."""
+        """The number of rows: the positions of all examples, in all iterations that share the parameter."""
         return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
 
     def for_all(self, n: int) -> Use:
-        """Puts `n` examples on a first axis of a late use, whose rows all of them share."""
+        """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
         if not self.late:
             return self
         read, axis = self.read, axes_lib.examples(n)
@@ -159,21 +172,22 @@ class Use:
         return dataclasses.replace(self, read=read, late=False)
 
     def examples(self, n: int | None) -> tuple[int, ...] | None:
-        """Which atoms of the result are the `n` examples, but for those that scans go over.
+        """Return which of the result's atoms are the `n` examples, by position, slowest first.
 
-        None where they are not all there, or not in their order.
+        Examples that enclosing scans iterate over are left out. The result is None if not all examples are there, or if
+        they are out of order.
         """
         along = [loop.along for loop in self.op.loops]
         in_loops = len(axes_lib.flatten(along))
         positions = None if n is None else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
         slowest = [] if positions is None else sorted(p for p in positions if p < in_loops)
         if positions is None or list(positions[: len(slowest)]) != slowest:
-            return None  # also where a scan goes over what runs faster than what it holds
+            return None  # or a scan iterates over a faster part of the examples than its body holds
         return tuple(p - in_loops for p in positions[len(slowest) :])
 
     @property
     def roles(self) -> dict[Atom, str]:
-        """The role of each atom of a kernel."""
+        """Each kernel atom's role: `"in"`, `"out"` or `"stack"`."""
         roles = {atom: "in" for atom in axes_lib.atoms_of(self.read.x_axes)}
         roles |= {atom: "out" for atom in axes_lib.atoms_of(self.read.y_axes)}
         return roles | {atom: "stack" for atom in self.copies}
@@ -184,7 +198,7 @@ class Use:
 
     @property
     def part(self) -> int:
-        """Which part of its leaf a product reads, in memory order."""
+        """The number of the leaf's part that a product reads, in memory order."""
         index = 0
         for atom, entry in self.view.picks or ():
             index = index * atom.size + entry
@@ -192,7 +206,7 @@ class Use:
 
 
 def by_part(uses: Sequence[Use]) -> list[list[Use]]:
-    """The uses of each part that a leaf is read in; of the whole of it, as a rule."""
+    """Group uses by the part of the leaf that they read. Usually there is a single group, for the whole leaf."""
     parts: dict[Any, list[Use]] = collections.defaultdict(list)
     for use in uses:
         parts[use.view.start].append(use)
@@ -200,7 +214,7 @@ def by_part(uses: Sequence[Use]) -> list[list[Use]]:
 
 
 def is_repeated(state: State, value: Value) -> bool:
-    """Whether an array is a parameter that is broadcast over examples or positions: an activation."""
+    """Whether an array is a parameter broadcast over examples or positions, which makes it an activation."""
     if isinstance(state, View):
         return axes_lib.is_broadcast(state.axes) or any(value.grown)
     return isinstance(state, Derived) and state.repeated

@@ -1,8 +1,8 @@
-"""Taps: what stands behind an operation that reads a parameter, and collects its statistics.
+"""Collect a parameter's statistics with taps behind the operations that read it.
 
-A tap is an identity on the result of an operation. Its backward pass also returns statistics of the operation's input
-and of the gradient that passes through, as the cotangent of a `probe`: differentiating the loss with respect to the
-probes yields the statistics in the same backward pass as the gradients.
+A tap is an identity on the result of an operation. Its backward pass also computes statistics of the operation's input
+and of the gradient that passes through, and returns them as the cotangent of a `probe`. Differentiating the loss with
+respect to the probes therefore yields the statistics in the same backward pass as the gradients.
 """
 
 from __future__ import annotations
@@ -24,34 +24,40 @@ from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import Arrangement, Groups, Lookup, OneHot, Rows, as_floats
 from kfac._varying import whole
 
-# Of a probe of a Kronecker layer its name and `Use.part`, and "transposed" where that reads the transpose; of another
-# layer its name and a number; of a mark "" and a number; of eigenvectors the layer's name, the part and "eigenvectors".
+# The key of a probe, or of another entry among the probes:
+# - for a Kronecker layer, its name and the number of the part (`Use.part`), then "transposed" if the use reads the
+#   part's transpose;
+# - for another layer, its name and a number;
+# - for a mark, "" and a number;
+# - for eigenvectors, the layer's name, the part and "eigenvectors".
 Key = tuple[Any, ...]
 Probes = Mapping[Key, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
-    """Sums of `a a^T` and `g g^T` at one use of a kernel, or of their diagonals, or of blocks of them.
+    """The sums of `a a^T` and `g g^T` at a single use of a kernel, or their diagonals or diagonal blocks.
 
-    Of a lookup the diagonal of `a a^T` are counts. In the setting "reduce" it is sums of `a` and `g` over the positions
-    of each example, `[copies, n, d]`: their products can be formed when all uses have been summed. With a basis also
-    sums of squares of per-example gradients in it, which comes with the residuals.
+    For an embedding lookup, the diagonal of `a a^T` holds counts. With `reduce`, the tap sums `a` and `g` over the
+    positions of each example, `[copies, n, d]`. Their products are formed after all uses have been summed. With a
+    `basis`, the tap also sums the squares of per-example gradients in the basis. The eigenvectors come with the
+    residuals.
 
     Attributes:
-      key: of the probe.
-      use: the operation, and what of the kernel it reads.
-      arrange_x: brings the data, or the patches of it, to the normal form.
-      arrange_g: brings the gradient to it.
-      images: whether the images of a convolution are the examples, or there is one example.
-      homogeneous: the last entry of every input: 1 with a bias, 0 in a use of the kernel without it; None for no bias.
-      dtype: of the sums.
-      diagonal: which of the two are kept as their diagonals.
-      cut: in how many diagonal blocks each is kept.
-      reduce: whether the setting is "reduce".
-      basis: key of the layer's eigenvectors among the probes.
-      spread: how its sums are formed over a mesh, with what arranges the examples of a device; None where that is
-        left to XLA, or there is one device.
+      key: the probe's key.
+      use: the operation, and the part of the kernel that it reads.
+      arrange_x: brings the data, or a convolution's patches, to the normal form.
+      arrange_g: brings the gradient to the normal form.
+      images: whether a convolution's images are the examples, or all images count as a single example.
+      homogeneous: the last entry of every input: 1 with the bias, or 0 in a use without the bias; None for a layer
+        without a bias.
+      dtype: the sums' dtype.
+      diagonal: the sides, `"A"` or `"G"`, that are kept as diagonals.
+      cut: the number of diagonal blocks for `A` and for `G`.
+      reduce: whether the layer has the setting "reduce" (K-FAC-reduce).
+      basis: the key of the layer's eigenvectors among the probes; None if the tap sums no squares.
+      spread: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `spread` has
+        mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
     """
 
     key: Key
@@ -68,7 +74,7 @@ class KroneckerTap:
     spread: Spread | None = None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
-        # A kernel is multiplied by the same number everywhere, if at all.
+        # All entries of a scaled kernel are multiplied by the same number.
         number = None if multiplier is None else multiplier.reshape(-1)[0]
         sizes = None if self.use.read.groups is None else values[self.use.read.groups]
         return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
@@ -77,8 +83,8 @@ class KroneckerTap:
         read, (x, number, basis, sizes) = self.use.read, residuals
         if number is not None and not isinstance(read.geometry, Lookup):
             x = as_floats(x, self.dtype)
-            x = x * number.astype(x.dtype)  # (c w) x = w (c x); what is appended to x for a bias is not scaled
-        # XLA would form patches from the operands of the image, and keep these.
+            x = x * number.astype(x.dtype)  # (c w) x = w (c x); the entry appended to x for a bias is not scaled
+        # Without the barrier, XLA would form patches from the arrays that the image is computed from, and keep them.
         if not self.use.op.loops and read.op == "conv":
             x = lax.optimization_barrier(x)
         inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
@@ -100,14 +106,14 @@ class KroneckerTap:
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseTap:
-    """Per-example gradients `[n, units]` at one use of a scale or shift.
+    """Per-example gradients `[n, units]` at a single use of a scale or shift.
 
     Attributes:
-      key: of the probe.
+      key: the probe's key.
       use: the operation.
       arrange: brings the gradient to the normal form.
-      dtype: of the statistics.
-      lies: how the gradients lie over explicit axes of a mesh: as the examples do.
+      dtype: the statistics' dtype.
+      lies: the gradients' sharding over explicit mesh axes, which split the examples; None without such axes.
     """
 
     key: Key
@@ -118,7 +124,7 @@ class ElementwiseTap:
 
     @property
     def other(self) -> int | None:
-        """Which input the data is that the parameter is multiplied with; None for a sum."""
+        """The number of the input that the parameter is multiplied with; None for a sum."""
         return self.use.read.other if self.use.read.op == "mul" else None
 
     def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
@@ -138,7 +144,7 @@ Tap = KroneckerTap | ElementwiseTap
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
-    """`y`, with statistics for the cotangent of `probe`."""
+    """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
     del tap, residuals, probe
     return y
 
@@ -158,37 +164,38 @@ tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
 
 @jax.custom_jvp
 def together(values: Any) -> Any:
-    """Identity whose cotangents are computed together (an optimization barrier in the backward pass).
+    """Return `values`, whose cotangents are computed together (an optimization barrier in the backward pass).
 
-    It ties the operands of a layer to its probe. Else XLA would compute statistics and the gradient of the kernel at
-    different times, and keep until then what they are made of.
+    The barrier ties a layer's operands to the layer's probe. Without it, XLA would compute the statistics and the
+    kernel's gradient at different times, and keep their operands in memory between the two.
     """
     return values
 
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
-    # Those that are no arrays are symbols of zeros.
+    # Tangents that are not arrays are symbolic zeros.
     moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]))
     return primals[0], jax.tree.map(lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0])
 
 
-# At a marked output: from its value and the mark's entry among the probes, the value to go on with and one to hand out.
+# The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
+# replacement and a value to hand out.
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass
 class Plan:
-    """What a replay does at the ops of a program, and of those inside it, beside computing them.
+    """The additions of a replay to a program and the programs inside it.
 
     Attributes:
-      taps: taps behind ops.
-      multipliers: ops whose result is a scaled view of a parameter, and the operand that is the view.
-      late: taps of reads of rows that all examples share, and the number of these.
-      merges: ops at which such rows meet the examples, and the axis of these.
-      marks: what happens at marked outputs, with their keys.
-      inside: scans and remats that are looked into, with the keys of the probes used there, and whether each has an
-        entry for each iteration.
+      taps: the taps behind an op.
+      multipliers: for an op whose result is a scaled view of a parameter, the number of the operand that is the view.
+      late: for an op with taps that reads rows shared by all examples, the number of examples.
+      merges: for an op at which shared rows meet the examples, the result's axis of examples.
+      marks: for a marked output, its key and its function.
+      inside: the scans and remats whose bodies are replayed. For each, the keys of the probes used there, with True for
+        a probe that has an entry for each iteration.
     """
 
     taps: dict[Op, list[Tap]] = dataclasses.field(default_factory=dict)
@@ -199,6 +206,9 @@ class Plan:
     inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
 
     def look_inside(self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()) -> None:
-        """Looks into the scans and remats around an op, and into itself if it is one, with probes that some iterate."""
+        """Replay the bodies of the scans and remats around an op, and of the op itself if it is one.
+
+        The probes `keys` are used there. They have an entry for each iteration of the scans `iterated`.
+        """
         for outer in (*op.around, *([op] if op.inner else [])):
             self.inside.setdefault(outer, {}).update((key, outer in iterated) for key in keys)

@@ -1,7 +1,7 @@
-"""Traces a loss, at its batch and at twice as many examples: what grows between the two holds the examples.
+"""Trace a loss at its batch and at twice as many examples: an axis that grows holds examples.
 
-Nothing is guessed from a length. The batch are the arguments `batch_argnums`; their leaves with its leading length are
-doubled, and the two programs compared operation by operation.
+Nothing is guessed from a length. The batch consists of the arguments `batch_argnums`. Their leaves with the batch's
+leading length are doubled, and the two programs are compared operation by operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from kfac._checks import as_argnums
 from kfac._layers import Layers, leaf_paths
 from kfac._varying import AxisName
 
-FEW = 8  # Leaving out one of more arrays is not tried: each try is a trace, and running averages of a network are many.
+# With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
+# running averages.
+FEW = 8
 
 Argnums = int | str | Sequence[int | str] | None
 
@@ -31,13 +33,13 @@ class Trace(NamedTuple):
     """A traced loss and how to call it with flat arguments.
 
     Attributes:
-      program: the loss.
-      arrays: the dynamic leaves of the arguments, after the parameters.
-      rebuild: brings flat outputs to `(loss, aux)`.
-      names: paths of the parameter leaves.
-      shapes: their shapes.
-      batch: what is known of the batch.
-      loss: shape, dtype and the like of the loss.
+      program: the loss's program.
+      arrays: the arrays among the arguments, without the parameters.
+      rebuild: turns flat outputs into `(loss, aux)`.
+      names: the parameter leaves' paths.
+      shapes: the parameter leaves' shapes.
+      batch: the known facts about the batch.
+      loss: the abstract value of the loss, with its shape and dtype.
     """
 
     program: Program
@@ -51,16 +53,16 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What is known of the batch.
+    """The known facts about the batch.
 
     Attributes:
-      num_examples: `n`; None where the loss hides its examples.
-      argnums: the arguments that hold them, as `loss_fn` counts its own, or names of keyword arguments.
-      shared: leaves of these arguments, and what they are, that do not have the batch's leading length.
-      hidden: why `n` is not known, a sentence.
-      lies: the axes of a mesh with explicit ones along which they are split.
-      leaves: which of the dynamic leaves of the arguments they are; None where that is not known.
-      several: whether arrays of different lengths hold examples each.
+      num_examples: `n`; None if the loss hides its examples.
+      argnums: the arguments that hold the examples: positions as `loss_fn` counts them, or keyword names.
+      shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
+      hidden: why `n` is not known, as a sentence; empty if `n` is known.
+      lies: the explicit mesh axes along which all arrays of the batch are split.
+      leaves: the positions of the batch's arrays in `Trace.arrays`; None if unknown.
+      several: whether the batch has arrays of different lengths that hold examples.
     """
 
     num_examples: int | None = None
@@ -81,7 +83,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` make it."""
+    """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` returns it."""
     if not is_array(x):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -96,11 +98,11 @@ HOW_TO_SPLIT = (
 
 
 def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
+    """Return the paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
 
     Raises:
-      ValueError: there are none, or two have one path.
-      TypeError: one is no real array.
+      ValueError: there are no leaves, or two leaves have the same path.
+      TypeError: a leaf is not an array, or is not real.
     """
     names, leaves = leaf_paths(params), jax.tree.leaves(params)
     if not names:
@@ -129,17 +131,18 @@ def trace(
     batch_argnums: Argnums = None,
     shared: Collection[str] = (),
 ) -> Trace:
-    """Traces `loss_fn(params, *args, **kwargs)`; arguments that are not arrays stay what they are.
+    """Trace `loss_fn(params, *args, **kwargs)`. Arguments that are not arrays are passed on unchanged.
 
     Args:
       loss_fn: the loss.
-      has_aux: whether it returns a pair.
-      params: its first argument.
-      args: the others.
-      kwargs: and those with names.
-      batch_argnums: which of them are the batch, with `params` as 0, or the names of keyword arguments. None: the first
-        after `params`, or as few as possible of which the loss can be traced with twice as many examples.
-      shared: arrays in these that are known not to hold examples, as in `Batch`.
+      has_aux: whether `loss_fn` returns a pair.
+      params: the first argument.
+      args: the other positional arguments.
+      kwargs: the keyword arguments.
+      batch_argnums: the arguments that hold the batch: positions, with `params` as 0, or keyword names. None: the first
+        argument after `params`; if the loss cannot be traced with twice as many examples in it, the fewest arguments
+        with which it can.
+      shared: names of arrays in these arguments that are known to hold no examples, as in `Batch`.
     """
     names, shapes = check_params(params)
     arrays, filled = _arrays_of((args, kwargs))
@@ -162,7 +165,7 @@ def trace(
     closed, rebuild = traced(arrays)
 
     def doubled(batch: Batch) -> Program | str:
-        """The program with twice as many of these examples, beside that with as many as there are; or why not."""
+        """Return the program with its growth at twice as many examples recorded, or why this fails."""
         n, leaves = batch.num_examples or 0, batch.leaves or ()
         twice = f"{2 * n} examples in {batch.where}"
         try:
@@ -171,7 +174,7 @@ def trace(
             compare(program, flat(twin), alike=n > 1)
         except AnotherProgramError:
             return f"with {twice} the loss is another program"
-        except Exception as error:  # whatever a model raises that has a batch size written into it
+        except Exception as error:  # a model with a hard-coded batch size may raise anything
             reason, *_ = [*str(error).strip().splitlines(), ""]
             return f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
         mark_live(program)
@@ -179,8 +182,8 @@ def trace(
             return program
         return f"nothing that the loss depends on grows with {batch.where}"
 
-    # The first stage with a batch that can be doubled decides; if several can, all are tried as one. Where one is left,
-    # that is the batch. Where none is, or several are, the loss hides its examples.
+    # The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
+    # batch. Unless exactly one candidate is left, the loss hides its examples.
     doubles: list[tuple[Batch, Program]] = []
     hidden: list[str] = []
     for batches in _candidates(args, kwargs, batch_argnums, shared):
@@ -206,7 +209,7 @@ def trace(
 
 
 def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the arrays among the leaves of a tree, and a function that puts others in their place."""
+    """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
     others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
 
@@ -218,9 +221,10 @@ def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
-    """The batches of a loss as one, with the length of the largest; None unless each has marked outputs of its own.
+    """Merge candidates into a single batch, with the length of the longest.
 
-    What examples share, as a table of anchors, makes no marked output longer, or those of a batch.
+    A candidate is left out if no marked output grows with it: examples may share such an array, for example a table of
+    anchors. The result is None if all candidates are left out, or if a marked output grows with two of them.
     """
     marked = [[op for op in p.walk() if op.alive and equations.mark(op.eqn)] for _, p in doubles]
     longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
@@ -244,7 +248,7 @@ def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
 
 
 def _lies(leaves: Iterable[Any]) -> AxisName | None:
-    """The axes of a mesh with explicit ones along which all these arrays are split."""
+    """Return the explicit mesh axes along which all arrays are split; None if the arrays differ."""
     specs = {jax.typeof(leaf).sharding.spec[0] for leaf in leaves if isinstance(leaf, jax.Array)}
     return specs.pop() if len(specs) == 1 else None
 
@@ -267,7 +271,10 @@ def _twice(x: Any) -> Any:
 
 
 class Leaf(NamedTuple):
-    """An array among the arguments: its position among all of them, its argument, its name, and its leading length."""
+    """An array in the arguments: its position among all arrays, its argument, its name, and its leading length.
+
+    The length is None if the array cannot hold examples: a scalar, a PRNG key, or an array that is known to be shared.
+    """
 
     position: int
     argument: int | str
@@ -276,11 +283,12 @@ class Leaf(NamedTuple):
 
 
 def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]) -> Iterator[list[Batch]]:
-    """What may be the batch, in stages: the first of which one can be traced decides.
+    """Yield the candidates for the batch in stages. The first stage with a candidate that can be doubled decides.
 
-    All arrays of the chosen arguments that have one leading length; then, if they are few, all but one of them, as a
-    mask may be as long by chance. Where the arguments are not chosen: the first, then as few others with it as
-    possible, then others.
+    - All arrays of the chosen arguments that have the same leading length. Without a choice, the first argument is
+      taken.
+    - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
+    - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
     arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {name: kwargs[name] for name in sorted(kwargs)}
     leaves: list[Leaf] = []
@@ -297,9 +305,9 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
         return Batch(chosen[0].length, argnums, shared, leaves=frozenset(leaf.position for leaf in chosen))
 
     def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """Groups the leaves of these arguments by length, the largest group first.
+        """Group the leaves of these arguments by length, the largest group first.
 
-        Where no arguments were named, of lengths that all of these have.
+        If the user chose no arguments, each group needs a leaf of every argument in `keys`.
         """
         of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
         lengths = dict.fromkeys(leaf.length for leaf in of_keys)
@@ -314,17 +322,19 @@ def _candidates(args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Colle
     few = [group for group in alike if 1 < len(group) <= FEW]
     yield [candidate([leaf for leaf in group if leaf is not out]) for group in few for out in group]
     for own_first in (True, False) if named is None else ():
-        for count in range(2 if own_first else 1, len(arguments) + 1):  # the first alone was tried
+        for count in range(2 if own_first else 1, len(arguments) + 1):  # the first argument alone was tried above
             keys = [set(keys) for keys in itertools.combinations(arguments, count)]
             chosen = [each for each in keys if (1 in each) == own_first]
             yield [candidate(group) for together in chosen for group in of_lengths(together)]
 
 
 def named_arguments(batch_argnums: Argnums, arguments: Collection[int | str], count: int) -> list[int | str]:
-    """The arguments that `batch_argnums` names, among those beside `params`, of which `count` go by position.
+    """Return the arguments that `batch_argnums` names.
+
+    `arguments` are all arguments after `params`; the first `count` of them are positional.
 
     Raises:
-      ValueError: one is not there, or is `params`.
+      ValueError: a named argument does not exist, or is `params`.
     """
     keys = [k % (count + 1) if isinstance(k, int) and -count - 1 < k <= count else k for k in as_argnums(batch_argnums)]
     for key in keys:
@@ -335,9 +345,9 @@ def named_arguments(batch_argnums: Argnums, arguments: Collection[int | str], co
 
 
 def batch_of(layers: Layers, args: tuple, kwargs: dict) -> tuple[Argnums, Collection[str]]:
-    """Which of these arguments hold the examples, as `layers` were found with them, and what in them is shared.
+    """Return the arguments that hold the examples, and the shared arrays in them, as `layers` knows them.
 
-    None and nothing where there are no such arguments.
+    The result is `(None, ())` if the call has no such arguments.
     """
     present = tuple(k for k in layers.batch_argnums if (k in kwargs if isinstance(k, str) else 0 < k <= len(args)))
     return (present, layers.shared) if present else (None, ())

@@ -1,4 +1,4 @@
-"""The statistics of a batch, with the gradients in one backward pass or without them."""
+"""Compute the statistics of a batch, with gradients in the same backward pass or without gradients."""
 
 from __future__ import annotations
 
@@ -32,55 +32,57 @@ def value_and_grad(
     num_examples: int | None = None,
     communication_dtype: str = "float32",
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """`jax.value_and_grad`, with the statistics of every layer beside the gradients.
+    """Return a function like `jax.value_and_grad(loss_fn)` that also returns every layer's statistics.
 
-    For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, `n` examples and `s`
-    positions that share the weight, the factors of a layer are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T`
-    (Grosse & Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
-    gradients. Operands keep the compute dtype of the layer, sums are in float32 (float64 for float64 operands).
+    For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, with `n` examples and `s`
+    positions that share the weight, a layer's factors are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T` (Grosse &
+    Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
+    gradients. Operands keep the layer's compute dtype. Sums are in float32, or in float64 for float64 operands.
 
-    The gradients are those of `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap` loss, gradients and factors
-    are this device's own: average the gradients with `lax.pmean`, leave the factors to the optimizer.
-    Under `jit` over a mesh the factors are those of the whole batch: a layer's are packed, and spread over the devices
-    as soon as it has them. `factors.whole()` has them whole, on every device.
+    The gradients are the same as from `jax.value_and_grad`. Inside `jax.shard_map` and `jax.pmap`, the loss, gradients
+    and factors are this device's own: average the gradients with `lax.pmean`, and leave the factors to the optimizer.
+    Under `jit` over a mesh, the factors belong to the whole batch. Where possible, a layer's Kronecker factors are
+    packed and spread over the devices as soon as they are known. `factors.whole()` returns unpacked factors, with a
+    copy on every device.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns the *mean* loss over this device's own examples, a real
         scalar; with `has_aux`, a pair `(loss, aux)`.
-      layers: what `find_layers` returned for this function.
+      layers: the layers that `find_layers` returned for this function.
       has_aux: whether `loss_fn` returns a pair.
-      fisher: `"empirical"`: statistics of the gradients of the loss itself; with weights at the marked outputs,
-        those of a mark of weight `w` over `sqrt(w)`, in a second backward pass. `"sampled"`: of the gradients of the
-        mean over `n` of `-log p(y | output)`, for targets `y` drawn from the distribution that the network predicts at
-        the outputs that `loss_fn` marks with `kfac.output`: one draw of an unbiased estimate of the true Fisher matrix
-        (Martens 2020). It costs a second backward pass. `"expected"`: the expectation itself, over all targets, which
-        costs a backward pass for each feature of the output. It is exact for what a single row of the output has a
-        gradient of, and unbiased where several have a share in it: where examples interact, and of the unit-wise,
-        diagonal and EKFAC moments of examples with several rows.
-      num_examples: how many examples the loss is the mean of, for a loss that hides them. By default the size of the
-        marked output without its axis of features, and without one the examples of the batch.
-      communication_dtype: dtype of Kronecker factors between several devices, `"float32"` (that in which they are
-        summed, if wider) or `"bfloat16"`.
+      fisher: the gradients from which the statistics are computed. `"empirical"`: the gradients of the loss itself. If
+        marked outputs have weights, the gradients of a mark with weight `w` are divided by `sqrt(w)`, which takes a
+        second backward pass. `"sampled"`: the gradients of the mean of `-log p(y | output)` over the `n` examples. The
+        targets `y` are drawn from the distribution that the network predicts at the outputs that `loss_fn` marks with
+        `kfac.output`. This is an unbiased estimate of the true Fisher matrix from a single draw (Martens 2020), and
+        takes a second backward pass. `"expected"`: the expectation over all targets, which takes a backward pass for
+        each feature of the output. It is exact for gradients that come from a single row of the output. It is unbiased
+        if several rows contribute to a gradient: if examples interact, and in the unit-wise, diagonal and EKFAC moments
+        of examples with several rows.
+      num_examples: the number of examples that the loss averages over, for a loss that hides its examples. By default,
+        the number of rows in the marked output, or without a mark the number of examples in the batch.
+      communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. With
+        `"float32"`, factors summed in a wider dtype keep it.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns `(value, grads, factors)`, where `value` is `loss` or
+      A function of `loss_fn`'s arguments that returns `(value, grads, factors)`, where `value` is `loss` or
       `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. It takes two further
       keywords, which `loss_fn` does not see:
 
-      - `fisher_key`, with `"sampled"` and `"expected"` (for random signs, see `kfac.output`): a PRNG key. The same key
-        draws the same targets, but on every device others: the
-        device's position on the axes over which the arguments vary is folded into it (under `jax.pmap`, and `shard_map`
-        with `check_vma=False`, its position on all axes).
-      - `basis`, for an optimizer with `inverse=kfac.Ekfac()`: what `kfac.curvature.eigenbasis` returns. `factors` then
-        hold `moments` beside `A` and `G`, the second moments of per-example gradients in that eigenbasis,
+      - `fisher_key`: a PRNG key. `"sampled"` draws targets with it, and `"expected"` draws a random sign for each row.
+        The same key gives the same draws. They differ between devices: the device's position on the axes over which the
+        arguments vary is folded into the key. Under `jax.pmap`, and `shard_map` with `check_vma=False`, these are all
+        axes.
+      - `basis`: the result of `kfac.curvature.eigenbasis`, for an optimizer with `inverse=kfac.Ekfac()`. `factors` then
+        also hold `moments`, the second moments of per-example gradients in that eigenbasis,
         `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018).
-        Layers whose examples are not told apart have none (`Layer.correctable`).
+        Only layers that EKFAC can correct have moments (`Layer.correctable`).
 
     Raises:
-      ValueError: an argument is out of range; when the function is traced: it has other layers than `layers`, the
-        number of examples is not clear, the loss is an average over devices, `basis`
-        is no such one, `fisher_key` is missing, no key, or given where nothing is drawn, or with `"sampled"`,
-        `"expected"` or weights the loss depends on a parameter but no marked output does.
+      ValueError: an argument is out of range. When the function is traced: the loss has other layers than `layers`; the
+        number of examples is not clear; the loss is an average over devices; `basis` is not an eigenbasis of the
+        layers; `fisher_key` is missing, is not a PRNG key, or is given with `fisher="empirical"`. With `"sampled"`,
+        `"expected"` or weights: the loss depends on a parameter on which no marked output depends.
     """
     check(has_aux=has_aux)
     evaluate = _evaluator(loss_fn, layers, has_aux, fisher, num_examples, communication_dtype)
@@ -104,37 +106,38 @@ def statistics(
     num_examples: int | None = None,
     communication_dtype: str = "float32",
 ) -> Callable[..., Factors]:
-    """Return a function that computes the statistics of every layer, without gradients of the parameters.
+    """Return a function that computes every layer's statistics, without parameter gradients.
 
-    For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, `n` examples and `s`
-    positions that share the weight, the factors of a layer are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T`
-    (Grosse & Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
-    gradients. `value_and_grad` says more, and has the same arguments.
+    For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, with `n` examples and `s`
+    positions that share the weight, a layer's factors are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T` (Grosse &
+    Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
+    gradients. See `value_and_grad` for details.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns the mean loss over this device's own examples, a real scalar;
         with `has_aux`, a pair `(loss, aux)`. Auxiliary outputs are dropped.
       layers: the layers that `find_layers` returned for this function.
-      fraction: the share of the batch from which statistics are taken, `1 / k` with an integer `k`: every `k`-th
-        example, or all if the batch has fewer. A quarter is usually as good as all, at a quarter of the price. The
-        loss of such a part must make sense: keep 1 if examples refer to each other, as the edges of a graph do.
+      fraction: the share of the batch that gives statistics, `1 / k` with an integer `k`: every `k`-th example, or all
+        examples if the batch has fewer than `k`. A quarter is usually as good as the whole batch, at a quarter of the
+        cost. The loss of such a part must make sense: keep 1 if examples refer to each other, as the edges of a graph
+        do.
       has_aux: whether `loss_fn` returns a pair.
-      fisher: as for `value_and_grad`.
-      num_examples: as for `value_and_grad`, of the whole batch.
-      communication_dtype: as for `value_and_grad`.
+      fisher: as in `value_and_grad`.
+      num_examples: as in `value_and_grad`, for the whole batch.
+      communication_dtype: as in `value_and_grad`.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns a `Factors`, for `kfac.observe`. Like that of
-      `value_and_grad` it takes the further keywords `fisher_key` and `basis`.
+      A function of `loss_fn`'s arguments that returns a `Factors`, for `kfac.observe`. It takes the same further
+      keywords as the function from `value_and_grad`, `fisher_key` and `basis`.
 
     Raises:
-      ValueError: as for `value_and_grad`; also if `fraction` is no such number, or the layers were found without a
-        batch.
+      ValueError: as in `value_and_grad`. Also if `fraction` is not 1 over an integer, or if it is less than 1 and the
+        layers were found without a batch.
     """
     check(has_aux=has_aux)
     every = check_fraction("fraction", fraction)
     evaluator = functools.partial(_evaluator, loss_fn, layers, has_aux, fisher)
-    evaluator(num_examples, communication_dtype)  # which checks the arguments
+    evaluator(num_examples, communication_dtype)  # to check the arguments early
 
     @on_mesh
     @functools.wraps(loss_fn)
@@ -157,7 +160,7 @@ def _evaluator(
     num_examples: int | None,
     communication_dtype: str,
 ) -> Callable[..., tuple[tuple[Any, Any], Any, Factors]]:
-    """Return a function of the parameters and arguments that gives loss and aux, gradients (or None), and factors."""
+    """Return a function of parameters and arguments that returns `(loss, aux)`, gradients or None, and factors."""
     check_layers(layers)
     check_function(loss_fn)
     check(fisher=fisher, communication_dtype=communication_dtype)
@@ -201,7 +204,11 @@ def _evaluator(
 
 
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
-    """Raises where the loss is an average over devices: it does not differ between them, or is made as such."""
+    """Raise if the loss is an average over devices.
+
+    A loss counts as an average if it contains a sum over devices, or if it does not vary over all axes in `differing`,
+    the axes over which the arguments vary.
+    """
     missing = sorted(differing - varying_in(traced.loss))
     if axes := traced.program.axes_averaged_over() or missing:
         how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
@@ -218,26 +225,26 @@ def _differentiate(
     fisher: str,
     marks: Marks,
 ) -> tuple[Any, dict[int, Any], Factors]:
-    """Run one forward pass, a backward pass for the loss, and others for the likelihood.
+    """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
 
     Args:
       traced: the loss.
       planned: the taps.
-      flat: the leaves of the parameters.
-      wanted: the leaves whose gradients are wanted, by their positions. Products for other gradients are not formed.
+      flat: the parameter leaves.
+      wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
       probes: zeros, whose cotangents are the statistics.
       entries: further inputs of taps and marks.
-      fisher: as for `value_and_grad`.
+      fisher: as in `value_and_grad`.
       marks: the marked outputs.
 
     Returns:
-      The outputs of the loss, the wanted gradients by position, and the factors.
+      The loss function's outputs, the wanted gradients by position, and the factors.
     """
 
     def losses_of(wanted, probes, entries=entries):
         leaves = [wanted.get(k, leaf) for k, leaf in enumerate(flat)]
         outs, drawn = replay(traced.program, [*leaves, *traced.arrays], planned.plan, {**probes, **entries})
-        # The iterations of a scan around a mark have some each.
+        # A scan around a mark stacks the zeros of its iterations.
         dims = 1 if fisher == "expected" else 0
         zeros = [jnp.sum(x, axis=tuple(range(x.ndim - dims))) for x in drawn.values()]
         return (outs[0], zeros), outs
@@ -245,7 +252,7 @@ def _differentiate(
     (value, zeros), pull_back, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
     grads, sums = pull_back((jnp.ones_like(value), zeros))
     if fisher == "empirical":
-        if marks.weighted:  # a term that counts `w` times has `w` times the curvature, but gradients `w` times as long
+        if marks.weighted:  # a term of weight `w` has `w` times the curvature, but gradients `w` times as long
             _, pull_weighted = jax.vjp(
                 lambda probes: losses_of(wanted, probes, entries | weights_to(marks, -0.5))[0][0], probes
             )
@@ -263,7 +270,10 @@ def _differentiate(
 
 
 def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array) -> Factors:
-    """Sums the second moments of gradients over all units; what does not depend on these stays as it is."""
+    """Sum the second moments of gradients over all units.
+
+    Statistics that do not depend on the units, such as `A`, stay as they are.
+    """
 
     def add(total, unit):
         return jax.tree.map(jnp.add, total, factors_of(unit)), None
@@ -273,7 +283,7 @@ def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array
 
 
 def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
-    """Takes the PRNG key for what is drawn out of the keywords, in the typed form."""
+    """Remove the PRNG key from the keywords and return it as a typed key; None if nothing is drawn."""
     key = kwargs.pop("fisher_key", None)
     if fisher == "empirical":
         if key is not None:
@@ -289,12 +299,12 @@ def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
 
 
 def plain_value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` of a loss, with gradients of this device's own examples inside `jax.shard_map`."""
+    """Return `jax.value_and_grad` of a loss. Inside `jax.shard_map`, the gradients are this device's own."""
 
     @on_mesh
     @functools.wraps(loss_fn)
     def evaluate(params, *args, **kwargs):
-        # Copies of objects among the arguments, because those of flax nnx may change while the loss is traced.
+        # The loss gets copies of objects among the arguments, because tracing may change flax nnx objects.
         leaves, structure = jax.tree.flatten((args, kwargs))
         if device_axes():
             axes = varying_axes([x for x in leaves if isinstance(x, jax.Array)])
@@ -311,7 +321,7 @@ def plain_value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable
 
 
 def check_basis(basis: Any, layers: Layers) -> None:
-    """Raises where `basis` is not what `eigenbasis` returns for these layers."""
+    """Raise if `basis` is not an eigenbasis of these layers, as `eigenbasis` returns it."""
     how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
         raise ValueError(f"basis is of type {type(basis).__name__}: {how}")

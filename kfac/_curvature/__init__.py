@@ -1,1 +1,1 @@
-"""Stacks of curvature blocks: inverting them, applying the inverses, and what happens when one fails."""
+"""Stacks of curvature blocks: compute their inverses, apply these to gradients, and handle failures."""

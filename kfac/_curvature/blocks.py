@@ -1,4 +1,4 @@
-"""Layers of equal shape, stacked: what the optimizer keeps, inverts and applies as one batch."""
+"""Groups of layers with equal block shapes, whose blocks the optimizer stores and preconditions as one stack."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Lay
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
-# The kinds of blocks: a new one is a class of its own, and an entry here.
+# Register the block kinds. A new kind needs a class and an entry here.
 BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
 BLOCKS |= dict.fromkeys(UNITWISE_KINDS, UnitwiseKind())
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers whose blocks have the same shape; each copy of a stacked layer is a block of its own.
+    """Layers whose blocks have the same shape.
+
+    A stacked layer has a block for each copy. A kernel that is cut into pieces has a block for each piece.
 
     Attributes:
-      name: key of the group in the state.
-      layers: the members, by name.
+      name: the key of the group in the state.
+      layers: the members, sorted by name.
     """
 
     name: str
@@ -41,17 +43,17 @@ class Group:
 
     @property
     def block(self) -> BlockKind:
-        """What kind of blocks they are."""
+        """The block kind."""
         return self.layers[0].block
 
     @property
     def owned(self) -> bool:
-        """Whether each block has an owner among the devices; else all have all of them."""
+        """Whether each block has one owner among the devices. Otherwise every device holds all blocks."""
         return self.block.owned
 
     @property
     def members(self) -> str:
-        """The names of the members, in order. A long list is cut, with a number behind that tells it from others."""
+        """The members' names in order. A list above 150 characters is shortened, and a hash keeps it unique."""
         names = ", ".join(layer.name for layer in self.layers)
         if len(names) <= 150:
             return names
@@ -59,7 +61,7 @@ class Group:
 
     @property
     def captured(self) -> bool:
-        """Whether their statistics are captured in the loss; else they are the gradient's own factors."""
+        """Whether the loss's backward pass captures the statistics. Otherwise they are gradient factors."""
         return self.layers[0].captured
 
     @property
@@ -72,44 +74,44 @@ class Group:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the statistics of one block, as they are kept: of a Kronecker factor `[d, d]`, or its diagonal."""
+        """The shapes of one block's statistics by name. A Kronecker factor is `[d, d]`, or `[d]` if it is diagonal."""
         return self.block.shapes(self.layers[0])
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Blocks of each layer."""
+        """The number of blocks per layer."""
         return tuple(map(self.block.count, self.layers))
 
     @property
     def size(self) -> int:
-        """Number of blocks, `k` below."""
+        """The number of blocks, called `k` below."""
         return sum(self.counts)
 
     @property
     def correctable(self) -> bool:
-        """Whether EKFAC corrects the eigenvalues of one of the members."""
+        """Whether EKFAC corrects the eigenvalues of at least one member."""
         return any(layer.correctable for layer in self.layers)
 
     @property
     def corrected(self) -> np.ndarray:
-        """`[k]`: of which blocks."""
+        """Which blocks have eigenvalues that EKFAC corrects, a mask `[k]`."""
         return np.repeat([layer.correctable for layer in self.layers], self.counts)
 
     def inverse_of(self, choice: Inverse) -> Inverse:
-        """What inverts these blocks: the user's `choice`, or for small ones the closed form."""
+        """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
         return self.block.inverse(choice)
 
     def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
-        """The shape of one block's moments; None where `inverse` takes none, or no member has such."""
+        """Return the shape of one block's moments, or None if `inverse` takes no moments or no member has any."""
         return (self.d_out, self.d_in) if self.correctable and self.inverse_of(inverse).takes_moments else None
 
     def zeros(self, size: int, dtype: Any, moments: tuple[int, ...] | None = None) -> Block:
-        """Returns statistics of `size` blocks before any have arrived, with `moments` of that shape."""
+        """Return zero statistics for `size` blocks. `moments` is the shape of one block's moments, None without any."""
         shapes = self.shapes | ({} if moments is None else {"moments": moments})
         return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
 
     def stack_factors(self, factors: Factors, moments: tuple[int, ...] | None = None) -> Block:
-        """The statistics of the members as stacks `[k, ...]`; zeros of the shape `moments` for members without such."""
+        """Stack the members' statistics to `[k, ...]`. Members without moments get zeros with the shape `moments`."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             block = self.block.stack(layer, factors[layer.name])
@@ -119,12 +121,18 @@ class Group:
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
     def scaled(self, factors: Block, back: bool = False) -> Block:
-        """Blocks from running averages of what `of_gradients` returns, or `back`; captured ones as they are."""
+        """Convert averaged results of `BlockKind.of_gradients` to block statistics, or with `back` the reverse.
+
+        Captured statistics are returned unchanged.
+        """
         return factors if self.captured else self.block.scaled(factors, back)
 
     @property
     def by_leaf(self) -> list[Group]:
-        """Splits the group into one of kernels and one of biases, if all members agree on which rows are whose."""
+        """The group, split into a group for the kernels and a group for the biases.
+
+        If kernels are cut into pieces, or if only some members have a bias, the list holds only the group itself.
+        """
         widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
         if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
@@ -133,10 +141,15 @@ class Group:
         return [dataclasses.replace(self, layers=tuple(layers)) for layers in by_leaf]
 
     def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None) -> jax.Array:
-        """Gradients of the members as `[k, d_in, d_out]`; zeros for a member that `leaves` does not hold.
+        """Stack the members' leaves (gradients or parameters) to `[k, d_in, d_out]`, zeros for missing members.
 
-        Outputs are last, as they are in memory in most kernels: to transpose a stack takes time, and on CPUs each
-        operation that does takes long to compile. `lying` says how the matrices of a layer that is cut lie before.
+        The output axis comes last, as in the memory layout of most kernels. Transposing a stack would take time, and on
+        CPUs every operation that transposes takes long to compile.
+
+        Args:
+          leaves: the leaves by path.
+          dtype: the dtype of the stack.
+          lying: lays out a layer's matrices `[copies, d_out, d_in]` over a mesh before they are cut into pieces.
         """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
@@ -152,13 +165,16 @@ class Group:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the blocks of each layer begin."""
+        """The index of each layer's first block."""
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
     def split_matrices(self, matrices: jax.Array, starts: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
-        """Cuts a stack into leaves by path: the inverse of `stack_matrices`. Values of `starts` are its keys as arrays.
+        """Split a stack into leaves by path: the inverse of `stack_matrices`.
 
-        Where XLA does not know these numbers, leaves of one shape share one compiled kernel.
+        Args:
+          matrices: `[k, d_in, d_out]`.
+          starts: the entries of `Group.starts`, each mapped to the same number as an array. If these arrays are not
+            constants for XLA, leaves of the same shape share one compiled kernel.
         """
         leaves: dict[str, jax.Array] = {}
         for layer, count, start in zip(self.layers, self.counts, self.starts, strict=True):
@@ -168,27 +184,32 @@ class Group:
         return leaves
 
     def split(self, stacks: Any) -> Iterator[tuple[Layer, Any]]:
-        """Each member with its part of a tree of stacks `[k, ...]`."""
+        """Yield each member with its part of `stacks`, a tree with leaves `[k, ...]`."""
         leaves, treedef = jax.tree.flatten(stacks)
         for layer, *parts in zip(self.layers, *(jnp.split(leaf, self.starts[1:]) for leaf in leaves), strict=True):
             yield layer, jax.tree.unflatten(treedef, parts)
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:
-    """Groups the layers that have statistics by the shape of their blocks, in the order of their first uses."""
+    """Group the preconditioned layers by block shape. Groups are ordered by their first use in the program."""
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
         d_in, d_out = layer.block.sizes(layer)
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
         name = f"{'' if layer.captured else 'gradient_'}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
-    # By name, so that a state has its blocks in one order whatever that of the program.
+    # Sort the members by name, so that the block order in a state does not depend on the program.
     groups = [Group(name, tuple(sorted(alike, key=lambda layer: layer.name))) for name, alike in members.items()]
     return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
 
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
-    """Raises where `factors` are not those of `layers`, or not what `inverse` needs."""
+    """Check that `factors` belong to `layers`, and with an `inverse` also the gradients and moments that it needs.
+
+    Raises:
+      ValueError: `factors` is not a `Factors`; its layers or shapes differ from the layers with factors; or, with an
+        `inverse`, gradients or moments are missing, have another shape, or are not used by the `inverse`.
+    """
     if not isinstance(factors, Factors):
         how = "factors = kfac.statistics(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__

@@ -1,7 +1,8 @@
-"""Damped inverses of both factors, by Cholesky factorisations.
+"""Invert both damped factors by Cholesky factorisations.
 
-Everything works on stacks of equal shape, in float32 or better and at the highest matrix-product precision: reduced
-precision products (TF32, bf16 passes) inside a factorisation lose the small eigenvalues that damping is about.
+All functions work on stacks of equally shaped matrices, in float32 or better, with matrix products at the highest
+precision. Reduced-precision products (TF32, bfloat16 passes) inside a factorisation would lose the small eigenvalues,
+for which damping matters most.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from kfac._curvature.eigh import decompose, eigenvalues
 from kfac._curvature.inverse import Inverse, aligned, identities, product
 from kfac._factors import Kronecker, diagonals, is_diagonal
 
-LEAF = 600  # larger matrices are treated by halves; smaller leaves gain little, and cost time to compile
+LEAF = 600  # larger matrices are split into halves; smaller leaves gain little and take time to compile
 
 
 @dataclasses.dataclass(frozen=True)
 class Cholesky(Inverse):
     """`(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1`: both factors inverted, with factored Tikhonov damping.
 
-    With `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015, section 6.3). A changed damping takes effect
-    at the next refresh. Condition numbers are those of the worse damped factor of each block, in the 1-norm.
+    Here `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015, section 6.3). A changed damping takes effect
+    at the next refresh. A block's condition number is the larger 1-norm condition number of its two damped factors.
 
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`, in which they are then kept. They are always computed in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue: see `Inverse`.
+        `"bfloat16"`. With `"bfloat16"` the inverses are also stored in bfloat16. They are always computed in float32.
+      relative: whether the damping of a block is in units of its mean eigenvalue, see `Inverse`.
 
     Raises:
-      ValueError: `precision` is none of these, or `relative` is no bool.
+      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
@@ -42,12 +43,12 @@ class Cholesky(Inverse):
     """
 
     def init(self, factors):
-        """Identities, `A` and `G` shaped like the factors."""
+        """Return identities in the shapes of `A` and `G`."""
         dtype = self.kept_dtype(factors.A.dtype)
         return Kronecker(identities(factors.A.shape, dtype), identities(factors.G.shape, dtype))
 
     def refresh(self, kept, factors, damping):
-        """Inverses of both damped factors."""
+        """Invert both damped factors."""
         on_a, on_g = split_damping(factors, damping)
         a, condition_a = invert_damped(factors.A, on_a, kept.A.dtype)
         g, condition_g = invert_damped(factors.G, on_g, kept.G.dtype)
@@ -55,17 +56,17 @@ class Cholesky(Inverse):
         return Kronecker(a, g), jnp.where(both, jnp.maximum(condition_a, condition_g), 0)
 
     def apply(self, kept, matrices, damping):
-        """`G^-1 V A^-1`."""
-        del damping  # that of the refresh is in the inverses
+        """Return `G^-1 V A^-1`."""
+        del damping  # the inverses contain the damping of their refresh
         dtype, wide = kept.A.dtype, matrices.dtype
-        # The transpose of all of it, as kernels and their gradients mostly lie in memory.
+        # Compute the transpose, because most kernels and their gradients have the output axis last in memory.
         left = "ka" if is_diagonal(kept.A) else "kab"
         half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.A, matrices.mT)
         right = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
         return product(right, self.precision, dtype, wide, half, kept.G).mT
 
     def spectrum(self, kept, factors, damping):
-        """Products of the eigenvalues of the damped factors."""
+        """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
         basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
         g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
@@ -73,10 +74,10 @@ class Cholesky(Inverse):
 
 
 def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Factored Tikhonov damping `[k]`: what to add to the diagonals of `A` and `G`, from `damping` `[k]`.
+    """Return the factored Tikhonov damping for `A` and for `G`, each `[k]`, from `damping` `[k]`.
 
-    With `pi^2 = (tr A / dim A) / (tr G / dim G)` it is `pi sqrt(damping)` for `A` and `sqrt(damping) / pi` for `G`
-    (Martens & Grosse 2015, section 6.3); `pi` is 1 where a trace is zero.
+    With `pi^2 = (tr A / dim A) / (tr G / dim G)`, the diagonal of `A` gets `pi sqrt(damping)`, and the diagonal of `G`
+    gets `sqrt(damping) / pi` (Martens & Grosse 2015, section 6.3). If a trace is zero, `pi` is 1.
     """
     a, g = (jnp.mean(diagonals(stack), axis=1) for stack in (factors.A, factors.G))
     usable = (a > 0) & (g > 0)
@@ -86,36 +87,42 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
 
 
 def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
-    """`stack[k] + amount[k] I`."""
+    """Return `stack[k] + amount[k] I`."""
     k, d = stack.shape[:2]
     diagonal = jnp.broadcast_to(amount[:, None], (k, d))
     if not is_diagonal(stack):
-        # Every (d + 1)-th element of a matrix. An identity matrix would be kept through the loop over all blocks.
+        # The diagonal is every (d + 1)-th element of a matrix. If an identity matrix were used instead, XLA would keep
+        # it in memory through the loop over all blocks.
         diagonal = lax.pad(diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]).reshape(stack.shape)
     return stack + diagonal
 
 
 def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Inverses of `stack[k] + amount[k] I` in `dtype`, and their 1-norm condition numbers; 0 where not finite."""
+    """Return the inverses of `stack[k] + amount[k] I` in `dtype`, and the condition numbers in the 1-norm.
+
+    A condition number that is not finite is returned as 0, which marks a failed inversion.
+    """
     damped = add_diagonal(stack, amount)
     inverse = spd_inverse(damped)
-    # The condition number tells what overflowed on the way: the inverse alone would then be zero.
+    # The condition number reveals an overflow during the inversion. The inverse itself would then be zero, and finite.
     condition = _one_norm(damped) * _one_norm(inverse)
     return inverse.astype(dtype), jnp.where(jnp.isfinite(condition), condition, 0)
 
 
-# A lower triangular matrix by halves: `(first, corner, last)` stands for `[[first, 0], [corner, last]]`.
+# A lower triangular matrix, split into halves: `(first, corner, last)` represents `[[first, 0], [corner, last]]`.
 Lower = jax.Array | tuple["Lower", jax.Array, "Lower"]
 
 
 def spd_inverse(stack: jax.Array) -> jax.Array:
-    """Inverses of symmetric positive definite `[k, d, d]`, symmetric; NaN where one is not positive definite.
+    """Invert symmetric positive definite matrices `[k, d, d]`, or diagonals `[k, d]`.
 
-    Of diagonals `[k, d]`, those of the inverses. Else `W^T W`, with `W` the inverse of the Cholesky factor. Large
-    matrices are treated by halves, so that most of the work is matrix products, which use all of a device where the
-    factorisations and triangular solves of LAPACK and cuSOLVER do not, and so that few of them are with zeros. Only
-    diagonal blocks are inverted explicitly, which keeps the accuracy of a Cholesky factorisation (Higham 2002, chapters
-    8, 10 and 14).
+    The inverse is `W^T W`, where `W` is the inverse of the Cholesky factor. It is exactly symmetric, and NaN for a
+    matrix that is not positive definite.
+
+    Large matrices are split into halves recursively. Most of the work is then matrix products, which use the whole
+    device, unlike LAPACK's and cuSOLVER's factorisations and triangular solves. The splitting also avoids most
+    products with zeros. Only diagonal blocks are inverted explicitly, which keeps the accuracy of a Cholesky
+    factorisation (Higham 2002, chapters 8, 10 and 14).
     """
     if is_diagonal(stack):
         return jnp.where(stack > 0, 1 / stack, jnp.nan)
@@ -123,10 +130,11 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply stacks of matrices without reduced precision; on CUDA as six products of bfloat16 parts.
+    """Multiply stacks of matrices without reduced precision.
 
-    The parts hold all 24 bits of float32, and the sums are in float32, so the error is no larger than float32's own.
-    By the peaks of an H100 the six products take 0.4 of the time of one in float32.
+    On CUDA, a float32 product is computed as six products between bfloat16 parts. The parts hold all 24 bits of a
+    float32 number, and the sums are in float32, so the error is no larger than float32's own. At an H100's peak rates,
+    the six products take 0.4 times as long as the float32 product.
     """
     exact = functools.partial(jnp.matmul, precision="highest")
     return lax.platform_dependent(a, b, cuda=_sixfold if a.dtype == jnp.float32 else exact, default=exact)
@@ -139,10 +147,10 @@ def _sixfold(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
-    """The Cholesky factor `L` of symmetric positive definite `[k, d, d]`, and its inverse `W`."""
+    """Return the Cholesky factor `L` of symmetric positive definite matrices `[k, d, d]`, and its inverse `W`."""
     d = stack.shape[-1]
     if d <= LEAF:
-        # LAPACK reads columns. A symmetric matrix and its transpose are the same, and this spares XLA a copy of more.
+        # LAPACK expects column-major matrices. Passing the transpose, which is equal by symmetry, saves XLA a copy.
         factor = lax.linalg.cholesky(stack.mT, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
         return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
@@ -155,7 +163,7 @@ def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
 
 
 def solve(b: jax.Array, factor: Lower, inverse: Any) -> jax.Array:
-    """`B L^-T`, from the inverses of the diagonal blocks of `L` alone, which are those of `inverse`."""
+    """Return `B L^-T` for `L = factor`. Only the diagonal blocks of `inverse = L^-1` are used."""
     if not isinstance(factor, tuple):
         return exact_product(b, inverse.mT)
     first, corner, last = factor
@@ -166,7 +174,7 @@ def solve(b: jax.Array, factor: Lower, inverse: Any) -> jax.Array:
 
 
 def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
-    """`W B`."""
+    """Return `W B` for `W = lower`."""
     if not isinstance(lower, tuple):
         return exact_product(lower, b)
     first, corner, last = lower
@@ -176,7 +184,7 @@ def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
 
 
 def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
-    """`B W`."""
+    """Return `B W` for `W = lower`."""
     if not isinstance(lower, tuple):
         return exact_product(b, lower)
     first, corner, last = lower
@@ -186,7 +194,7 @@ def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
 
 
 def _gram(lower: Lower) -> jax.Array:
-    """`W^T W`, symmetric to the last bit."""
+    """Return `W^T W` for `W = lower`, symmetric to the last bit."""
     if not isinstance(lower, tuple):
         return _symmetric(exact_product(lower.mT, lower))
     first, corner, last = lower

@@ -1,4 +1,4 @@
-"""EKFAC: running averages of second moments in the eigenbasis, in the place of the products of eigenvalues."""
+"""EKFAC: replace the eigenvalue products by averaged second moments in the eigenbasis."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kfac._factors import Eigen, Kronecker
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies stacks on tensor cores: moments are estimates, and wrong by far more than 1e-5."""
+    """Multiply stacks on tensor cores. The error of 1e-5 is far smaller than the moments' own error."""
     return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
 
 class Moments(NamedTuple):
-    """The second moments of per-example gradients of `k` blocks, in the eigenbasis that they are preconditioned in.
+    """Second moments of `k` blocks' per-example gradients in the preconditioner's eigenbasis.
 
     Attributes:
-      average: bias-corrected running average, `[k, d_out, d_in]`.
-      weight: `[k]`, the sum of the weights in it; 0 before the first.
+      average: the bias-corrected running average, `[k, d_out, d_in]`.
+      weight: the sum of the weights in the average, `[k]`; 0 before the first statistics.
     """
 
     average: jax.Array
@@ -37,19 +37,21 @@ class Moments(NamedTuple):
 class Ekfac(Eigh):
     """Corrected eigenvalues: `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with second moments `s` of per-example gradients.
 
-    `s` is the running average of the squares of per-example gradients in the eigenbasis of the factors. It is updated
-    with all statistics, and turned into the new basis at each refresh. For layers with a diagonal factor or several
-    uses, for kernels that are cut (`find_layers(max_dim=8192)` leaves oblong ones whole), and until a layer has some,
-    it is `l_G l_A^T` as with `Eigh`. Statistics must have these moments:
+    `s` is the running average of the squared per-example gradients in the factors' eigenbasis. `s` is updated with all
+    statistics, and transformed to the new basis at each refresh. A layer has no such moments if it has a diagonal
+    factor, several uses or unknown examples, or if its kernel is cut into pieces (`find_layers(max_dim=8192)` keeps
+    oblong kernels whole). For these layers, and before a layer's first moments, `s` is `l_G l_A^T` as with `Eigh`.
+    Statistics must contain the moments:
     `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))`.
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`, in which they are then kept. They are always computed in float32, and eigenvalues kept in it.
-      relative: whether the damping of a block is in units of its mean eigenvalue: see `Inverse`.
+        `"bfloat16"`. With `"bfloat16"` the eigenvectors are also stored in bfloat16. Decompositions are always computed
+        in float32, and eigenvalues are stored in float32.
+      relative: whether the damping of a block is in units of its mean eigenvalue, see `Inverse`.
 
     Raises:
-      ValueError: `precision` is none of these, or `relative` is no bool.
+      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
 
     References:
       George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018,
@@ -59,14 +61,14 @@ class Ekfac(Eigh):
     takes_moments = True
 
     def init(self, factors):
-        """What `Eigh` has, with moments for blocks that have them."""
+        """Return the state of `Eigh`, with zero moments if any block has moments."""
         inverse = super().init(factors)
         if factors.moments is None:
             return inverse
         return dataclasses.replace(inverse, moments=Moments(factors.moments, jnp.zeros_like(factors.moments[:, 0, 0])))
 
     def refresh(self, kept, factors, damping):
-        """Decompositions of both factors, and the moments in the new basis."""
+        """Decompose both factors, and transform the moments to the new basis."""
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
@@ -75,7 +77,10 @@ class Ekfac(Eigh):
         return new, condition_of(ends(block_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
 
     def spectrum(self, kept, factors, damping):
-        """The eigenvectors are the kept ones; without moments the eigenvalues are what the factors have along them."""
+        """Return the stored eigenvectors and the damped moments.
+
+        Blocks without moments have products `(q_A^T A q_A) (q_G^T G q_G)` along the stored eigenvectors instead.
+        """
         if kept is None or kept.moments is None:
             return super().spectrum(kept, factors, damping)
 
@@ -88,16 +93,16 @@ class Ekfac(Eigh):
         return basis, values + damping[:, None, None]
 
     def absorb(self, kept, moments, decay, taken):
-        """Takes them into the running average of the moments."""
+        """Update the running average of the moments."""
         average, weight = averaged(kept.moments.average, kept.moments.weight, moments, decay, taken)
         return dataclasses.replace(kept, moments=Moments(average, weight))
 
     def basis(self, kept):
-        """The eigenvectors of blocks that have moments."""
+        """Return the eigenvectors, or None for a stack without moments."""
         return None if kept.moments is None else Kronecker(kept.A.vectors, kept.G.vectors)
 
     def check(self, layer, block):
-        """Moments must be there, and of the right shape."""
+        """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
         if not layer.correctable:
             return
         if block.moments is None:
@@ -108,7 +113,7 @@ class Ekfac(Eigh):
 
 
 def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
-    """Brings matrices `[k, d_out, d_in]` from one eigenbasis into another: `T_G V T_A^T`, with `T` by `of`."""
+    """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
     if isinstance(new.G, Eigen):
         matrices = _product(of(old.G.vectors, new.G.vectors, matrices.dtype), matrices)
     if isinstance(new.A, Eigen):
@@ -117,16 +122,16 @@ def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Calla
 
 
 def turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
-    """`Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors."""
+    """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
     return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
 def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
-    """The squares of `Q_new^T Q_old`, in `dtype`, of stacks of eigenvectors: what turns moments `s` `[k, d_out, d_in]`.
+    """Return the elementwise squares of `Q_new^T Q_old` in `dtype`, which transform moments `s` `[k, d_out, d_in]`.
 
-    `(T_G * T_G) s (T_A * T_A)^T` is the diagonal, in the new basis, of the matrix that had `s` for eigenvalues in the
-    old one. So what has been learnt of a block stays where the basis has moved little, and their sum always.
+    Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is
+    `(T_G * T_G) s (T_A * T_A)^T`. The moments hardly change if the basis has moved little, and their sum never changes.
     """
     square = jnp.square(turn(old, new, dtype))
-    # Columns sum to 1, so that no part of the sum is lost where vectors are rounded to bfloat16.
+    # Normalise each column's sum to 1, so that the moments keep their sum even if eigenvectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

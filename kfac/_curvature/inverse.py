@@ -1,4 +1,4 @@
-"""What an inverse is: the interface between curvature blocks and the optimizer."""
+"""The block preconditioner: the interface between curvature blocks and the optimizer, with shared helpers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kfac._layers import Layer
 
 
 class Momentum(NamedTuple):
-    """Momentum in one step, `m <- decay m + V`; Nesterov's form goes on from `decay m + V` with the new `m`."""
+    """The momentum in one step, `m <- decay m + V`. Nesterov momentum steps along `decay m + V` with the new `m`."""
 
     decay: jax.Array
     nesterov: bool
 
     def moved(self, trace: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The trace after this step, and what the step goes by."""
+        """Return the new trace and the step direction."""
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
         return trace, decay * trace + new if self.nesterov else trace
@@ -32,15 +32,17 @@ class Momentum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Inverse(abc.ABC):
-    """How Kronecker blocks are inverted, and how that is applied to gradients: what `inverse=` takes.
+    """A preconditioner for Kronecker blocks, the type of the argument `inverse=`.
 
-    A kind of inverse is a subclass, a frozen dataclass whose fields are its options. It says what is kept of a stack of
-    `k` blocks of one shape (`init`), how that follows from the factors (`refresh`), and how gradients are multiplied
-    by it (`apply`). The rest has defaults. When a block is refreshed, in which portions a stack is worked on, another
-    attempt where one fails, and what several devices do, is not its business. All methods are traced by JAX.
+    Each preconditioner is a subclass, a frozen dataclass whose fields are its options. It works on a stack of `k`
+    equally shaped blocks and implements three methods: `init` returns the initial state, `refresh` computes a new state
+    from the factors, and `apply` preconditions gradients with the state. The other methods have defaults. The package
+    decides when to refresh a block and how many blocks to process at once, tries a failed block again, and handles
+    several devices. JAX traces all methods.
 
-    `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` where a
-    factor is diagonal. What is kept may be any pytree of floating arrays whose leading axis is that of the blocks::
+    `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` for a
+    diagonal factor. The state, called `kept`, may be any pytree of floating-point arrays whose leading axis runs over
+    the blocks::
 
         @dataclasses.dataclass(frozen=True)
         class Diagonal(kfac.Inverse):
@@ -56,28 +58,30 @@ class Inverse(abc.ABC):
                 return kept * matrices
 
     Args:
-      precision: the arithmetic in which inverses are applied, `"float32"`, `"bfloat16_3x"` (three products of bfloat16
-        parts, the default but for `Soap`), `"tensorfloat32"` or `"bfloat16"`; with the last they are kept in it, too,
-        else in float32. CPUs have float32 only for the first three. They are always computed in float32; those of a
-        float64 model are float64 throughout, but with `"bfloat16"`.
-      relative: whether the damping of a block is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`, 1
-        where that is zero. Then it means the same in all layers, whatever the scale of the loss. `refresh` and
-        `spectrum` get the product.
+      precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
+        `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for `Soap`. On CPUs the
+        first three are all float32. With `"bfloat16"` inverses are also stored in bfloat16, otherwise in float32.
+        Inverses are always computed in float32. A float64 model has float64 throughout, except with `"bfloat16"`.
+      relative: whether a block's damping is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`. The same
+        damping then suits all layers and any scale of the loss. If the mean eigenvalue is zero, the unit is 1.
+        `refresh` and `spectrum` get the damping already multiplied by the unit.
 
     Attributes:
-      damped: whether what is kept contains the damping of its refresh. Then a block that fails is tried again with
-        more.
-      takes_moments: whether statistics bring the second moments of per-example gradients in `basis`, which `absorb`
-        takes in. What is applied then changes with all statistics.
-      takes_gradients: whether `advance` takes in the gradient of each step, in the place of `apply`, and preconditions
-        the momentum of the gradients. Otherwise `kfac.kfac` takes the momentum of what `apply` returns.
-      relative_damping: the damping by default where it is relative.
-      products: how many matrices of each side a gradient is multiplied by: 2 with eigenvectors, there and back.
-      flops: of a refresh of an `n` x `n` factor, over `n^3`, for `plan` and `inverse_every="auto"`. By default those of
-        a Cholesky factor, 1/3, its inverse by a triangular solve, 1, and the product of that with its transpose, 2.
+      damped: whether the state contains the damping at its refresh. A block that fails is then tried again with more
+        damping.
+      takes_moments: whether statistics must contain second moments of per-example gradients in the eigenbasis that
+        `basis` returns. `absorb` updates the state with them, so the preconditioner changes with all statistics.
+      takes_gradients: whether `advance` replaces `apply`. In each step, `advance` gets the gradients and preconditions
+        their momentum. Otherwise `kfac.kfac` applies momentum to the results of `apply`.
+      relative_damping: the default damping if the damping is relative.
+      products: the number of matrix products per side that precondition a gradient. It is 2 with eigenvectors, into the
+        eigenbasis and back.
+      flops: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `plan` and `inverse_every="auto"`. The
+        default counts the Cholesky factor (1/3), its inverse by a triangular solve (1), and the product of the inverse
+        with its transpose (2).
 
     Raises:
-      ValueError: `precision` is none of these, or `relative` is no bool.
+      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
     """
 
     precision: str = "bfloat16_3x"
@@ -91,57 +95,63 @@ class Inverse(abc.ABC):
     products: ClassVar[int] = 1
 
     def __post_init__(self):
-        """Checks the arguments."""
+        """Check the arguments."""
         check(precision=self.precision, relative=self.relative)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
-        """What is kept of blocks before their first refresh; until then it is not applied.
+        """Return the state of blocks before their first refresh. Until then gradients are not preconditioned.
 
         Args:
-          factors: statistics that are zero. With `takes_moments`, `factors.moments` are `[k, d_out, d_in]` where one of
-            the blocks has such, else None.
+          factors: statistics that are all zero. With `takes_moments`, `factors.moments` is `[k, d_out, d_in]` if at
+            least one block has moments, otherwise None.
         """
 
     @abc.abstractmethod
     def refresh(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
-        """What is kept from now on.
+        """Compute the state from the factors.
 
         Args:
-          kept: so far, of some of the blocks.
-          factors: their running averages.
+          kept: the old state of `k` blocks, possibly only a part of a stack.
+          factors: the running averages of these blocks.
           damping: `[k]`.
 
         Returns:
-          The new one, and `[k]` condition numbers of what was inverted for `diagnostics`: 0 or NaN where it failed. A
-          block that is not finite counts as failed, too, and keeps the old one.
+          The new state, and for `diagnostics` the condition numbers `[k]` of the inverted matrices, 0 or NaN for a
+          block that failed. A block with a non-finite new state also counts as failed. Failed blocks keep the old
+          state.
         """
 
     @abc.abstractmethod
     def apply(self, kept: Any, matrices: jax.Array, damping: jax.Array) -> jax.Array:
-        """The preconditioned gradients.
+        """Precondition gradients.
 
         Args:
-          kept: what `refresh` returned.
+          kept: the state.
           matrices: gradients `[k, d_out, d_in]`.
-          damping: the damping of this step, a scalar. One that is in `kept` is that of the refresh. Of an inverse that
-            is `relative` it is in units of the mean eigenvalue of each block, which the inverse has to keep to use it.
+          damping: the current step's damping, a scalar. Ignore it if the state contains the damping at its refresh.
+            With `relative`, the scalar is in units of each block's mean eigenvalue, so the state must contain the mean
+            eigenvalues to use it.
 
         Returns:
-          As `matrices`.
+          The preconditioned gradients, shaped like `matrices`.
         """
 
     def spectrum(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
-        """What `kfac.curvature.operator` is made of; an inverse without eigenvectors has none.
+        """Decompose the damped blocks for `kfac.curvature.operator`.
 
         Args:
-          kept: with `takes_moments` what is kept of the blocks, else None.
-          factors: their statistics.
+          kept: the blocks' state with `takes_moments`, otherwise None. For a `Factors`, `kept` is also None if the
+            layer has no moments.
+          factors: the blocks' statistics.
           damping: `[k]`.
 
         Returns:
-          The eigenvectors of the damped blocks, a `Kronecker` of `Eigen`, or of `[k, d]` where they are the identity,
-          and the eigenvalues `[k, d_out, d_in]`.
+          The damped blocks' eigenvectors, and their eigenvalues `[k, d_out, d_in]`. The eigenvectors are a `Kronecker`
+          whose sides are `Eigen`, or arrays `[k, d]` if the eigenvectors are the identity.
+
+        Raises:
+          ValueError: the inverse has no eigenvectors, which is the default.
         """
         del kept, factors, damping
         raise ValueError(
@@ -150,7 +160,17 @@ class Inverse(abc.ABC):
         )
 
     def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
-        """With `takes_moments`: what is kept, with the moments `[k, d_out, d_in]` of the blocks that are `taken`."""
+        """Update the state with moments, if the inverse `takes_moments`.
+
+        Args:
+          kept: the old state.
+          moments: a batch's moments, `[k, d_out, d_in]`.
+          decay: the running average's decay, a scalar.
+          taken: which blocks to update, `[k]`.
+
+        Returns:
+          The new state.
+        """
         del moments, decay, taken
         return kept
 
@@ -162,48 +182,48 @@ class Inverse(abc.ABC):
         momentum: Momentum,
         ready: jax.Array,
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """With `takes_gradients`: a step with the gradients.
+        """Update the state with gradients and precondition their momentum, if the inverse `takes_gradients`.
 
         Args:
-          kept: what is kept so far, the momentum included.
-          matrices: gradients `[k, d_in, d_out]`, transposed as most kernels lie in memory.
+          kept: the old state, which includes the momentum.
+          matrices: gradients `[k, d_in, d_out]`. The output axis comes last, as in the memory layout of most kernels.
           damping: as for `apply`.
-          momentum: that of the step; its decay is 0 where there is none.
-          ready: `[k]`, which blocks have been refreshed. The momentum of others comes back as it is.
+          momentum: the step's momentum. Its decay is 0 for an optimizer without momentum.
+          ready: which blocks have been refreshed, `[k]`. Other blocks get their momentum without preconditioning.
 
         Returns:
-          What is kept from now on; the preconditioned momentum, like `matrices`; and `[k]`, the cosine between the
-          gradient and the preconditioned momentum of the step before, for `adaptive_layer_rates` of `kfac.kfac`.
+          The new state; the preconditioned momentum, shaped like `matrices`; and the cosine `[k]` between the gradient
+          and the previous step's preconditioned momentum, which `kfac.kfac` needs for `adaptive_layer_rates`.
         """
         raise NotImplementedError(f"{type(self).__name__} takes gradients, but has no method `advance`")
 
     def basis(self, kept: Any) -> Any:
-        """With `takes_moments`: the vectors in which moments are due, a `Kronecker`, or None where there are none."""
+        """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
         del kept
         return None
 
     def check(self, layer: Layer, block: Any) -> None:
-        """Raises `ValueError` where the statistics `block` of a layer are not those that this inverse needs."""
+        """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
         if getattr(block, "moments", None) is not None:
             what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
             raise ValueError(f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis=")
 
     def kept_dtype(self, dtype: Any) -> Any:
-        """The dtype of inverses, where statistics have `dtype`."""
+        """Return the dtype of stored inverses, where `dtype` is the dtype of statistics."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
 def check_inverse(value: Any) -> None:
-    """Raises where a value is no kind of inverse."""
+    """Raise a `ValueError` if a value is not an `Inverse`."""
     check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
 def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
-    """`[k]`, the damping of each block: in units of its mean eigenvalue where it is relative to that.
+    """Return each block's absolute damping, `[k]`.
 
     Args:
-      inverse: the kind.
-      factors: stacks of statistics of `k` blocks.
+      inverse: the preconditioner. If it is `relative`, the damping is multiplied by each block's mean eigenvalue.
+      factors: the statistics of `k` blocks.
       damping: a scalar, or `[k]`.
     """
     size = len(jax.tree.leaves(factors)[0])
@@ -214,41 +234,46 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
 
 
 def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
-    """Sums stacks of one shape along all axes from the `first` on.
+    """Sum stacks of equal shape over all axes from `first` on.
 
-    In one operation, which reads only once what they are made of, and is one kernel to compile.
+    One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
     """
     zeros = [jnp.zeros((), x.dtype) for x in stacks]
     return lax.reduce(stacks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), tuple(range(first, stacks[0].ndim)))
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`[k]`, between the members of two stacks; 0 where one is zero."""
+    """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 
 
 def count_bytes(tree: Any) -> int:
-    """Bytes of all arrays."""
+    """Return the total size of all arrays in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
-    """Tells of each entry along the first `dims` dimensions of `stack` whether all of its numbers are finite.
+    """Return for each entry along the first `dims` dimensions of `stack` whether all its numbers are finite.
 
-    By their sum: NaN stays in it, infinities stay or become NaN. Finite numbers whose sum is too large for float32
-    count as not finite. `isfinite` of every number would be an array as large as the stack.
+    The test looks at their sum: NaN stays NaN, and infinities stay infinite or become NaN. Finite numbers whose sum
+    overflows count as not finite. A test of every number would need an array as large as the stack.
     """
-    # In float16, sums of ordinary numbers would overflow.
+    # Sums of ordinary numbers would overflow in float16.
     wide = jnp.promote_types(stack.dtype, jnp.float32)
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
 def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
-    """An `einsum` of two operands in the arithmetic that `precision` names, with sums and result in `wide`.
+    """Compute an `einsum` of two operands in the arithmetic `precision`.
 
-    Operands are taken in `dtype`, that of inverses between steps.
+    Args:
+      spec: the subscripts.
+      precision: an option of `Inverse`.
+      dtype: the dtype of stored inverses, to which both operands are cast.
+      wide: the dtype of the sums and the result.
+      *operands: the two operands.
     """
 
     def einsum(arithmetic, *operands):
@@ -257,7 +282,7 @@ def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Arr
     narrow = [x.astype(dtype) for x in operands]
     if precision in ("float32", "bfloat16") or dtype != jnp.float32:
         return einsum(lax.Precision.HIGHEST, *narrow)
-    high = functools.partial(einsum, lax.Precision.HIGH)  # without tensor cores float32; on TPUs three products
+    high = functools.partial(einsum, lax.Precision.HIGH)  # TF32 on GPUs, three products on TPUs, float32 on CPUs
     if precision == "tensorfloat32":
         return high(*narrow)
     thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
@@ -267,8 +292,8 @@ def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Arr
 def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
     """Pad the last two axes with zeros to a multiple, for products on tensor cores.
 
-    Tensor cores load 16 bytes at a time. With a bias, a factor has an odd number of rows, and on an H200 its products
-    took up to four times as long as those of the next even size. Axes shorter than 64 stay as they are.
+    Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
+    took up to four times as long as products at the next even size. Axes shorter than 64 are not padded.
     """
     missing = [-length % multiple if length >= 64 else 0 for length in stack.shape[-2:]]
     if not any(missing):
@@ -277,27 +302,31 @@ def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
 
 
 def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A stack of identity matrices `[..., d, d]`; as diagonals, of ones, where `shape` is `[k, d]`."""
+    """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)
     return jnp.zeros(shape, dtype) + jnp.eye(shape[-1], dtype=dtype)
 
 
 def averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:
-    """Takes the new values of the blocks that are `taken` into a running average and into the sum `[k]` of its weights.
+    """Update a bias-corrected running average.
 
-    `F <- decay F + (1 - decay) F_new`, divided by the sum of the weights, so that the first is used as it is.
+    The average is `F <- decay F + (1 - decay) F_new`, divided by the sum of its weights, so the first values are used
+    unchanged.
 
     Args:
-      average: stacks `[k, ...]`.
-      weight: `[k]`, 0 before the first.
-      new: stacks like `average`.
+      average: the old average, stacks `[k, ...]`.
+      weight: the sum of the weights, `[k]`; 0 before the first update.
+      new: the new values, stacks like `average`.
       decay: a scalar.
-      taken: `[k]`.
+      taken: which blocks to update, `[k]`.
+
+    Returns:
+      The new average, and the new sum of the weights.
     """
     decay = decay.astype(weight.dtype)
     total = decay * weight + (1 - decay)
-    # A decay of 1, which only a schedule can bring, waits for later statistics.
+    # With a decay of 1, which only a schedule can return, the first average waits for later statistics.
     share = jnp.where(taken & (total > 0), (1 - decay) / total, 0)
 
     def one(old, new):

@@ -1,4 +1,4 @@
-"""Kronecker blocks `A (x) G`, of dense layers, convolutions and tables; and the gradient's own factors."""
+"""Kronecker blocks `A (x) G` for dense layers, convolutions, embeddings and gradient factors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kfac._packing import in_blocks
 
 
 class KroneckerKind(BlockKind):
-    """One factor of each side. Each copy of a stacked layer, and each piece of a kernel that is cut, has a block."""
+    """Kronecker blocks. Each copy in a stacked layer, and each piece into which a kernel is cut, has its own block."""
 
     name = "kronecker"
     statistics = Kronecker
@@ -42,7 +42,10 @@ class KroneckerKind(BlockKind):
         return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
 
     def stack(self, layer, block):
-        """Pieces in the order of `Layer.to_pieces`: those in the same columns share `A`, in the same rows `G`."""
+        """Stack the blocks in the order in which `Layer.to_pieces` returns the pieces.
+
+        Pieces in the same columns share `A`, and pieces in the same rows share `G`.
+        """
         block = block if layer.stacked else jax.tree.map(lambda x: x[None], block)
         if layer.pieces == 1:
             return block
@@ -57,7 +60,7 @@ class KroneckerKind(BlockKind):
         return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
 
     def of_gradients(self, shapes, gradients):
-        """`V^T V` and `V V^T`, unscaled."""
+        """Return `V^T V` and `V V^T` without scaling."""
 
         def side(name, whole, diagonal):
             spec = diagonal if len(shapes[name]) == 1 else whole
@@ -66,9 +69,9 @@ class KroneckerKind(BlockKind):
         return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
 
     def scaled(self, factors, back=False):
-        """From `E[V^T V]` and `E[V V^T]`, which both have the trace `t` of `E[vec V vec V^T]`.
+        """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
 
-        With each divided by the root of `t` the product has it.
+        Both factors also have this trace `t`, so each is divided by `sqrt(t)`. With `back`, undo the scaling.
         """
         trace = jnp.sum(diagonals(factors.A), axis=-1)
         scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
@@ -80,7 +83,7 @@ class KroneckerKind(BlockKind):
             if side in layer.diagonal and count > 1:
                 cut[side] = _pieces_of_diagonal(layer, side, getattr(packed.flat, side)[..., 0, :])
         flat = jax.tree.map(fill, dataclasses.replace(packed.flat, **cut))
-        # What is not cut has no pieces.
+        # Sides that are not cut lose the axis for pieces.
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
 
     def sent(self, shapes, stack):
@@ -88,19 +91,19 @@ class KroneckerKind(BlockKind):
 
 
 def _with_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
-    """One side of a layer `[copies, ...]`, whole or packed, with an axis of its pieces behind the copies."""
+    """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
     if layer.cut["AG".index(side)] == 1:
         return x[:, None]
     return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
 
 
 def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
-    """The inverse of `_with_pieces`, of what is whole."""
+    """Undo `_with_pieces` for a side that is not packed."""
     (size, *_) = shape = layer.side_shapes[side]
     return x.reshape(len(x), -1)[:, :size] if side in layer.diagonal else x.reshape(len(x), *shape)
 
 
 def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:
-    """Cuts a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last filled up with zeros."""
+    """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
     (size,), count = layer.side_shapes[side], layer.cut["AG".index(side)]
     return in_blocks(diagonal[..., None, :size], count)[..., 0, :]

@@ -10,24 +10,24 @@ from kfac._curvature.cholesky import add_diagonal, exact_product, factorise, sol
 from kfac._curvature.inverse import aligned
 from kfac._varying import as_varying, varying_axes
 
-# The Frobenius norm of `X^T X - I` above which the Gram matrix needs a shift to have a Cholesky factor for sure.
+# Above this Frobenius norm of `X^T X - I`, the Gram matrix gets a shift, so that its Cholesky factor surely exists.
 FAR = 0.5
 
-# The norm below which the first term of a series replaces the Cholesky factor: its error is the square of the norm.
+# Below this norm, a first-order series replaces the Cholesky factor. Its error is the square of the norm.
 NEAR = 1e-2
 
-# Columns that are all but parallel took seven passes in float32, and the columns of a refresh take two.
+# The maximum number of passes. Almost parallel columns took seven passes in float32. In a refresh, two suffice.
 PASSES = 20
 
-# Half of a padded matrix is still a multiple of the 8 elements that `aligned` asks for.
+# With this multiple, half of a padded matrix is still a multiple of the 8 elements that `aligned` needs.
 ALIGNMENT = 16
 
 
 def orthonormal(stack: jax.Array) -> jax.Array:
-    """Return the `Q` of a QR factorisation of `[k, d, d]`, up to the signs of its columns.
+    """Return the `Q` in a QR factorisation of `[k, d, d]`, up to the signs of its columns.
 
-    LAPACK computes it on CPUs. On CUDA a factorisation of a stack is a loop over many small kernels, so matrix products
-    are used there.
+    CPUs use LAPACK. On CUDA, factorising a stack would be a loop over many small kernels, so all other platforms use
+    matrix products.
     """
     return lax.platform_dependent(
         stack, cpu=lambda x: lax.linalg.qr(x, full_matrices=False)[0], default=orthonormal_by_products
@@ -37,13 +37,13 @@ def orthonormal(stack: jax.Array) -> jax.Array:
 def orthonormal_by_products(stack: jax.Array) -> jax.Array:
     """Return `X L^-T` with `L L^T = X^T X`, repeated until the columns are orthonormal to rounding.
 
-    The columns are normalised first. If they are far from orthogonal, rounding can make their Gram matrix indefinite.
-    The Gram matrix then gets a shift of rounding's size, and the next pass begins closer (shifted Cholesky-QR, Fukaya
-    et al. 2020, https://arxiv.org/abs/1809.11085). If they are nearly orthonormal, with `X^T X = I + E`, the inverse of
-    the Cholesky factor is `I - U` to first order in `E`, where `U` is the part of `E` above the diagonal plus half of
-    the diagonal.
+    The columns are normalised first. If the columns are far from orthogonal, rounding can make their Gram matrix
+    indefinite. The Gram matrix then gets a small shift, comparable to the rounding errors, and the next pass starts
+    closer to orthonormal columns (shifted Cholesky-QR, Fukaya et al. 2020, https://arxiv.org/abs/1809.11085). If the
+    columns are nearly orthonormal, with `X^T X = I + E`, the factor `L^-T` is `I - U` to first order in `E`. The matrix
+    `U` is the part of `E` above the diagonal plus half of its diagonal.
 
-    Columns must differ by more than rounding, and their squares must be finite.
+    The columns must differ by more than rounding, and their squares must be finite.
     """
     d = stack.shape[-1]
     eps = jnp.finfo(stack.dtype).eps
@@ -77,7 +77,7 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
 
 
 def _aligned(stack: jax.Array) -> jax.Array:
-    """Pad `[k, d, d]` with an identity to a multiple of `ALIGNMENT`, once for all products of the iteration."""
+    """Pad `[k, d, d]` with an identity to a multiple of `ALIGNMENT`, once for all products in the iteration."""
     d = stack.shape[-1]
     padded = aligned(stack, ALIGNMENT)
     tail = jnp.arange(padded.shape[-1]) >= d

@@ -1,4 +1,4 @@
-"""New inverses of a stack of blocks: portion by portion, and once more with ten times the damping where that fails."""
+"""Refresh a stack of inverses in portions, and try failed blocks again with ten times the damping."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kfac._curvature.inverse import Inverse, damping_of_blocks, finite
 from kfac._factors import per_block
 from kfac._varying import as_varying, varying_axes
 
-RETRY = 10.0  # a block that fails is tried once more with so many times the damping
+RETRY = 10.0  # the factor on the damping when a failed block is tried again
 
-# Blocks are worked on so many together that their factors have at most this many elements: a GPU is idle with single
-# matrices of a few hundred rows, and some GB of memory are there for the while.
+# A portion's factors have at most this many elements. A single matrix with a few hundred rows leaves a GPU mostly idle,
+# and a few GB of memory are free during a refresh.
 TOGETHER = 1 << 27
 
 
 class Refreshed(NamedTuple):
-    """Inverses of a stack of `k` blocks.
+    """The result of refreshing `k` blocks.
 
     Attributes:
-      inverse: what is kept of them; where `valid` is false, as it was before.
-      valid: `[k]`, whether the inverse is new.
-      condition: `[k]`, the condition numbers that `Inverse.refresh` returned; 0 where not valid.
+      inverse: the state. A block that is not `valid` has its old state.
+      valid: whether each block's state is new, `[k]`.
+      condition: the condition numbers from `Inverse.refresh`, `[k]`; 0 for blocks that are not valid.
     """
 
     inverse: Any
@@ -38,41 +38,43 @@ class Refreshed(NamedTuple):
 
 
 def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:
-    """Refreshes the blocks of a stack that are `wanted`.
+    """Refresh the `wanted` blocks in a stack.
 
-    A scan over portions of the stack, with a fixed number of turns. The second half of the turns is for blocks that
-    failed in the first, with ten times the damping; so the inversion is compiled once. A portion of which no block is
-    wanted is left out. A block that fails twice, or is not wanted, stays as it is. Nothing non-finite is ever returned.
+    A scan goes over portions of the stack with a fixed number of iterations. If the inverse is `damped`, the second
+    half of the iterations tries failed blocks again with ten times the damping. The inversion is compiled only once.
+    Portions without wanted blocks are skipped. A block that fails in all attempts, or is not wanted, keeps its old
+    state. A non-finite new state counts as a failure and is never returned.
 
     Args:
-      inverse: the kind.
-      kept: what is kept so far, stacks of `k`.
-      factors: their running averages.
-      wanted: `[k]`.
+      inverse: the preconditioner.
+      kept: the old state, stacks of `k` blocks.
+      factors: the averaged factors.
+      wanted: which blocks to refresh, `[k]`.
       damping: a scalar.
     """
     damping = jnp.asarray(damping, jax.tree.leaves(factors)[0].dtype)
     arguments = as_varying((kept, factors, wanted, damping), varying_axes((kept, factors, wanted, damping)))
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
-    # Equal portions: the last one does not do much again.
+    # With equal portions, the last two portions overlap only little.
     width = -(-len(wanted) // -(-len(wanted) // max(1, TOGETHER // size)))
     return in_portions(functools.partial(_refresh, inverse), width, *arguments)
 
 
 def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any:
-    """`change(stacks)` where `needed`, else `stacks`; in their place.
+    """Return `change(stacks)` if `needed`, otherwise `stacks`, and change the stacks in place.
 
-    A loop that turns once at most: XLA copies all that a conditional may change, which would be all inverses in each
-    step, and nothing of what a loop changes. In a step that changes nothing the host reads one predicate either way.
+    This is a loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all
+    inverses in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads
+    one predicate for a loop as well as for a conditional.
     """
     return lax.while_loop(lambda now: now[0], lambda now: (now[0] & False, change(now[1])), (needed, stacks))[1]
 
 
 def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
-    """Calls `fn(width, *arguments)`, which works on `width` matrices at once; on CPUs `fn(1, ...)`, one by one.
+    """Call `fn(width, *arguments)`, which processes `width` matrices at once, or on CPUs `fn(1, *arguments)`.
 
-    There JAX's LAPACK calls hand the matrices of a batch to XLA's threads and wait for them, on one of these threads:
-    with as many simulated devices as cores all wait, and none is left to work.
+    On CPUs, JAX's LAPACK calls hand the matrices in a batch to XLA's threads, and wait for them on such a thread. With
+    as many simulated devices as cores, all threads would wait and no thread would be left to work.
     """
     if width == 1:
         return fn(1, *arguments)
@@ -80,7 +82,7 @@ def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
 
 
 def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
-    """Stacks of what `fn` returns of each member of `stacks`, in portions of all of them."""
+    """Apply `fn` to each member of `stacks`, on CPUs one after another, and stack the results."""
 
     def portion(width, *stacks):
         return lax.map(lambda members: fn(*members), stacks, batch_size=width)
@@ -89,9 +91,9 @@ def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
 
 
 def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:
-    """`refresh`, in portions of `width` blocks."""
+    """Implement `refresh` in portions of `width` blocks."""
     k = len(wanted)
-    # The last portion begins earlier where `width` does not divide `k`: what is done by then is not done again.
+    # If `width` does not divide `k`, the last portion starts earlier. Blocks that are already refreshed are skipped.
     starts = np.minimum(np.arange(0, k, width), k - width)
     dampings = [1.0, RETRY] if inverse.damped else [1.0]
     turns = np.tile(starts, len(dampings)), np.repeat(np.asarray(dampings, np.float32), len(starts))
@@ -102,8 +104,8 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
         def rows(tree):
             return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
 
-        # Cut before the branch, whose kernels are then the same for stacks of any length, and compiled once. Factors
-        # are cut inside, where XLA needs no copy of them.
+        # Slice the state before the branch. The branch then has the same kernels for stacks of any length, which are
+        # compiled once. Slice the factors inside the branch, where XLA does not copy them.
         old = rows(progress)
         unfinished = rows(wanted) & ~(old[1] > 0)
 
@@ -115,7 +117,7 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)
             new = new, condition.astype(old[1].dtype)
-            if width == 1:  # no kernel, where a selection is one for each array
+            if width == 1:  # launches no kernel, whereas a selection launches one for each array
                 return lax.cond(usable[0], lambda: new, lambda: old)
             return jax.tree.map(lambda new, old: jnp.where(per_block(usable, old), new, old), new, old)
 

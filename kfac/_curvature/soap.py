@@ -19,12 +19,12 @@ from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
 class Adam(NamedTuple):
-    """What Adam keeps of `k` blocks, in their eigenbasis, with outputs last as kernels mostly lie in memory.
+    """Adam's state of `k` blocks in their eigenbasis. Outputs come last, as in the memory layout of most kernels.
 
     Attributes:
-      average: bias-corrected running average of squared gradients, `[k, d_in, d_out]`.
-      weight: `[k]`, the sum of the weights in it; 0 before the first.
-      trace: the momentum of the gradients, `[k, d_in, d_out]`.
+      average: the bias-corrected running average of squared gradients, `[k, d_in, d_out]`.
+      weight: the sum of the weights in the average, `[k]`; 0 before the first gradient.
+      trace: the gradients' momentum, `[k, d_in, d_out]`.
     """
 
     average: jax.Array
@@ -36,24 +36,27 @@ class Adam(NamedTuple):
 class Soap(Inverse):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
 
-    `v` is the running average of the squares of the gradient of the whole batch in that basis, where `Ekfac` has those
-    of examples. It takes in the gradient of every step, with or without statistics, and goes with the vectors where a
-    refresh changes their order. `V` is the momentum of the gradients, which is kept in the eigenbasis and turned with
-    it, so that a step takes four products. The factors are those of K-FAC, from gradients of examples, where SOAP
-    itself has those of Shampoo, from gradients of batches. The curvature chooses the basis, and no length of a step:
-    that comes from `step_norm` or `trust_ratio`, and is Adam's without either.
+    `v` is the running average of the squared batch gradients in the eigenbasis, whereas `Ekfac` averages squared
+    per-example gradients. Every step's gradient updates `v`, with or without statistics. If a refresh changes the order
+    of the eigenvectors, the entries of `v` change their order too. `V` is the gradients' momentum. It is stored in the
+    eigenbasis and transformed at each refresh, so a step takes four matrix products.
 
-    There is no eigendecomposition. From the identity on, each refresh takes the basis one step of orthogonal iteration
-    further, `Q <- qr(A Q)`, so that it follows the factors: the first ten steps, which all refresh, bring it close.
+    The factors are K-FAC's, from per-example gradients. The original SOAP has Shampoo's factors, from batch gradients.
+    The curvature determines only the basis. The step length comes from `step_norm` or `trust_ratio`, and without either
+    it is Adam's.
+
+    There is no eigendecomposition. The basis starts as the identity, and each refresh makes one step of orthogonal
+    iteration, `Q <- qr(A Q)`, so the basis follows the factors. By default the first ten steps all refresh, which
+    brings the basis close to the eigenvectors.
 
     Args:
-      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"`, the
-        default, or `"bfloat16"`. They are always computed in float32, and kept in it like the moments.
-      relative: whether the damping `l` of a block is in units of the mean of its `v`.
-      decay: that of the running average, in [0, 1).
+      precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` (the
+        default) or `"bfloat16"`. Eigenvectors and moments are always computed and stored in float32.
+      relative: whether a block's damping `l` is in units of the mean of its `v`.
+      decay: the running average's decay, in [0, 1).
 
     Raises:
-      ValueError: `precision` is none of these, `relative` is no bool, or `decay` is out of range.
+      ValueError: `precision` is not an accepted value, `relative` is not a bool, or `decay` is out of range.
 
     References:
       Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, https://arxiv.org/abs/2409.11321
@@ -66,22 +69,22 @@ class Soap(Inverse):
     takes_gradients: ClassVar[bool] = True
     relative_damping: ClassVar[float] = 1e-4
     products: ClassVar[int] = 2
-    flops: ClassVar[float] = 14 / 3  # a product, and a QR factorisation (Golub & Van Loan 2013, section 5.2)
+    flops: ClassVar[float] = 14 / 3  # a product and a QR factorisation (Golub & Van Loan 2013, section 5.2)
 
     def __post_init__(self):
-        """Checks the arguments."""
+        """Check the arguments."""
         super().__post_init__()
         check_range("decay", self.decay, "[0, 1)")
 
     def init(self, factors):
-        """Identities, and moments that are zero."""
+        """Return identities as eigenvectors, and zero moments."""
         zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
         sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (factors.A, factors.G)]
-        # Arrays of their own, so that all can be donated.
+        # Separate arrays, so that each can be donated.
         return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], jnp.zeros_like(zeros)))
 
     def refresh(self, kept, factors, damping):
-        """Both bases a step further, the squares in their order, and the momentum in the new ones."""
+        """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
         a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
         average, new = kept.moments.average, Kronecker(a.basis, g.basis)
         for axis, order in (1, a.order), (2, g.order):
@@ -92,7 +95,7 @@ class Soap(Inverse):
         return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
 
     def advance(self, kept, matrices, damping, momentum, ready):
-        """Takes in squares and momentum of gradients, in the eigenbasis; divides momentum by the root of squares."""
+        """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
         new, old = self._turned(kept, matrices, back=False), kept.moments
         average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
         trace, ahead = momentum.moved(old.trace, new)
@@ -102,35 +105,36 @@ class Soap(Inverse):
         return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
 
     def apply(self, kept, matrices, damping):
-        """A division by the root of the moments, in the eigenbasis."""
+        """Divide the gradients by the root of the moments in the eigenbasis."""
         scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
         return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
 
     def _scaled(self, average, matrices, damping):
-        least = jnp.finfo(average.dtype).tiny  # for a block that has had no gradient for long, or none so far
+        least = jnp.finfo(average.dtype).tiny  # for blocks with zero gradients for long, or from the start
         mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan).astype(average.dtype)
         return matrices / jnp.sqrt(average + damping)
 
     def _turned(self, kept, matrices, *, back):
-        # In bfloat16 a basis would not stay orthogonal from one refresh to the next: it is rounded here only.
+        # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
         basis = Kronecker(*jax.tree.map(lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.G, kept.A)))
         return rotate(matrices, basis, self.precision, back=back)
 
 
-# What is added to the eigenvalues of a factor, in units of their mean, so that columns which it takes to next to
-# nothing stay as they were. With 1e-4 and less rounding chose them where there are fewer rows than dimensions: the same
-# rows in another order gave other steps.
+# Added to a factor's eigenvalues, in units of their mean. Eigenvectors with an eigenvalue of almost zero then stay as
+# they are. With 1e-4 and less, rounding determined these eigenvectors if a batch had fewer rows than the factor. The
+# same rows in another order then gave different steps.
 FLOOR = 1e-2
 
 
 class Followed(NamedTuple):
-    """A basis of `k` matrices `[k, d, d]` a step further; of diagonals `[k, d]` the ends alone.
+    """The result of an orthogonal iteration step for `k` matrices. Diagonals have only `ends`.
 
     Attributes:
-      basis: the eigenvectors.
-      ends: the smallest and the largest of what the matrix had along the old vectors.
-      order: `[k, d]`, which of the old vectors each comes from: that with most of the matrix along it is the first.
+      basis: the new eigenvectors `[k, d, d]`.
+      ends: the smallest and the largest Rayleigh quotient `q^T A q` over the old eigenvectors `q`.
+      order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`. The Rayleigh
+        quotients are in descending order.
     """
 
     basis: Eigen | None
@@ -139,7 +143,7 @@ class Followed(NamedTuple):
 
 
 def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
-    """The eigenvectors that are `kept` of symmetric `[k, d, d]`, one step of orthogonal iteration closer."""
+    """Update the approximate eigenvectors `kept` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if kept is None:
         return Followed(None, ends(stack), None)
     image = exact_product(stack, kept.vectors)

@@ -1,4 +1,4 @@
-"""Small dense blocks, one for each channel, in closed form: normalisation scales and shifts, and single elements."""
+"""Closed-form inverses of small dense blocks, one per channel: normalisation scales and shifts, single elements."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kfac._layers import BlockKind
 
 @dataclasses.dataclass(frozen=True)
 class ChannelInverse(Inverse):
-    """`(F + l I)^-1 v` of every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
+    """`(F + l I)^-1 v` for every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
 
-    The channels of a layer are one block: it fails if one of them is not positive definite. Its condition number is
-    that of the worst channel, in the 1-norm.
+    A layer's channels form one block. The block fails if a channel is not positive definite after damping. The block's
+    condition number is the largest 1-norm condition number of its channels.
     """
 
     def init(self, factors):
-        """Identities, shaped like the statistics."""
+        """Return identities shaped like the statistics."""
         return Channels(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self)
 
     def refresh(self, kept, factors, damping):
-        """Inverses in closed form."""
+        """Invert all channels in closed form."""
         blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
         inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
         usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
@@ -33,15 +33,15 @@ class ChannelInverse(Inverse):
         return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), worst
 
     def spectrum(self, kept, factors, damping):
-        """A decomposition for each channel."""
+        """Decompose each channel."""
         values, vectors = jnp.linalg.eigh(factors.F)
-        values = jnp.maximum(values, 0)  # rounding can make those of a second moment negative
+        values = jnp.maximum(values, 0)  # rounding can make eigenvalues of a second moment negative
         ones = jnp.ones_like(values[..., :1])
         return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[:, None, None, None]
 
     def apply(self, kept, matrices, damping):
-        """A product for each channel, in float32 or better."""
-        del damping  # that of the refresh is in the inverses
+        """Multiply each channel by its inverse, in float32 or better."""
+        del damping  # the inverses contain the damping at their refresh
         return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
@@ -51,16 +51,15 @@ def _inverse_1x1(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Inverse, condition and whether positive definite, of each damped 2x2 block.
+    """Return the inverse and the condition number of each damped 2x2 block, and whether it is positive definite.
 
-    The determinant is summed from terms that are not negative where the block is a second moment, so it cannot cancel
-    to zero.
+    If the block is a second moment, the determinant is a sum of non-negative terms, so it cannot cancel to zero.
     """
-    # Divided by the larger of the diagonal entries: products of large second moments overflow.
+    # Divide by the larger diagonal entry, because products of large second moments overflow.
     scale = jnp.maximum(f[..., 0, 0], f[..., 1, 1]) + damping
     a, b, d, shift = f[..., 0, 0] / scale, f[..., 0, 1] / scale, f[..., 1, 1] / scale, damping / scale
-    # A second moment has |b| <= sqrt(a d), but rounding in the sums behind it can exceed that by a little. What exceeds
-    # it by more is indefinite, and only damping can help.
+    # A second moment has |b| <= sqrt(a d), but rounding in its sums can exceed this bound slightly. If a block exceeds
+    # the bound by more, it is indefinite, and only damping can make it positive definite.
     limit = jnp.sqrt(jnp.maximum(a, 0)) * jnp.sqrt(jnp.maximum(d, 0))
     moment = (jnp.minimum(a, d) >= 0) & (jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit)
     b = jnp.where(moment, jnp.clip(b, -limit, limit), b)
@@ -76,13 +75,13 @@ def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Channels(Unitwise):
-    """What `ChannelInverse` keeps: inverses, and how they were made."""
+    """The state of `ChannelInverse`: the inverses, and the `ChannelInverse` that computed them."""
 
     inverse: ChannelInverse = dataclasses.field(default=ChannelInverse(), metadata={"static": True})
 
 
 class UnitwiseKind(BlockKind):
-    """A `p` x `p` block for each of `d_out` channels. Those of a layer are one block of a stack."""
+    """A `p` x `p` block for each of `d_out` channels. A layer's channels form one block in a stack."""
 
     name = "unitwise"
     statistics = Unitwise
@@ -91,10 +90,10 @@ class UnitwiseKind(BlockKind):
         return {"F": (layer.d_out, layer.d_in, layer.d_in)}
 
     def of_gradients(self, shapes, gradients):
-        """Their squares."""
+        """Return the squared gradients as 1 x 1 blocks."""
         del shapes
         return Unitwise(jnp.square(gradients.mT)[..., None])
 
     def inverse(self, inverse):
-        """The closed form, with the options of `inverse` that it shares."""
+        """Return the closed-form inverse with the same `precision` and `relative` as `inverse`."""
         return ChannelInverse(inverse.precision, inverse.relative)

@@ -1,1 +1,1 @@
-"""Who owns which block and when it is inverted, and the messages between devices."""
+"""Block ownership, messages between devices, and affordable update intervals."""

@@ -1,4 +1,4 @@
-"""The traffic between devices and the owners of blocks."""
+"""Messages between devices and block owners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shards = Mapping[str, Shard]
 
 
 def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[str, jax.Array]:
-    """`message` of all arrays in one: they are laid end to end along their last axis, and its result is cut again."""
+    """Apply the collective `message` to all arrays at once, concatenated along their last axis."""
     if not arrays:
         return {}
     result = message(jnp.concatenate(list(arrays.values()), axis=-1))
@@ -30,21 +30,21 @@ def _fused(message: Callable[[jax.Array], jax.Array], arrays: Stacks) -> dict[st
 def means_to_owners(
     stacks: Stacks, shards: Shards, axis_name: AxisName, buckets: int, beside: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    """Means over devices of stacks of blocks, each block where it is owned.
+    """Average stacks of blocks over devices, and give each owner the means of its blocks.
 
-    For each bucket of groups there is a reduce-scatter and, where segments differ, an all-to-all. With several buckets
-    the first can be sent while the backward pass goes on. What all devices keep is all-reduced.
+    Each bucket takes a reduce-scatter. If the segments' lengths differ, the bucket also takes an all-to-all. With
+    several buckets, the first message can overlap with the backward pass. Groups without a shard are all-reduced.
 
     Args:
       stacks: `[blocks, ...]` for each group.
-      shards: how the groups lie on the devices. All devices get all blocks of a group that is not among them.
-      axis_name: the axis that blocks are spread over.
-      buckets: how many.
-      beside: further axes that the means are over; the owners along them add up what they have.
+      shards: how each group is dealt to devices. A group without a shard goes to all devices.
+      axis_name: the axis, or the axes, over which blocks are dealt.
+      buckets: into how many buckets the groups are divided.
+      beside: further axes to average over. Owners along these axes add up their sums.
 
     Returns:
-      `[positions, ...]`, or `[blocks, ...]` for groups without a shard, in float32 or better; sums are in the dtype of
-      `stacks`.
+      For each group this device's stack `[positions, ...]`, or `[blocks, ...]` without a shard. Sums are formed in
+      the dtype of `stacks`. The means have this dtype or float32, whichever is wider.
     """
     flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
     sums: dict[str, jax.Array] = {}
@@ -58,11 +58,21 @@ def means_to_owners(
     return {n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes) for n, x in owned.items()}
 
 
-REST = ""  # the key, among the names of groups, of the vector that holds the segments of all
+REST = ""  # among the names of groups, this key stands for the remainders' segments
 
 
 def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
-    """Of blocks `[blocks, elements]`, the sums of those that a device owns, end to end."""
+    """Sum blocks over devices, and return this device's blocks.
+
+    Args:
+      flat: `[blocks, elements]` for each group.
+      shards: how each group is dealt to devices.
+      axis_name: the axes over which blocks are dealt.
+
+    Returns:
+      A vector `[positions * elements]` for each group. A device without a remainder block has arbitrary numbers at the
+      last position.
+    """
     devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
     whole = {name: shards[name].full * devices for name in flat}
     sent = {name: _by_device(flat[name][:count], devices) for name, count in whole.items() if count}
@@ -77,23 +87,24 @@ def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[s
 
 
 def gather_from_owners(owned: Stacks, shards: Shards, axis_name: AxisName) -> dict[str, jax.Array]:
-    """From each device's `[positions, ...]`, all blocks `[blocks, ...]` on all devices.
+    """Gather each device's `[positions, ...]` to all blocks `[blocks, ...]` on all devices.
 
-    One all-gather; where segments differ, an all-to-all before it cuts the rest of the longer ones in pieces.
+    This takes one all-gather. If the segments' lengths differ, an all-to-all before it distributes the pieces of longer
+    segments.
     """
     if not owned:
         return {}
     devices = lax.axis_size(axis_name)
     flat = {name: x.reshape(len(x), -1) for name, x in owned.items()}
     segments = make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
-    # Devices without a block of a group put what stands in its place behind the segment.
+    # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
     longest, dtype = max(x.shape[1] for x in flat.values()), jnp.result_type(*flat.values())
     segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
     for name, starts in segments.starts.items():
         begin = of_this_device(starts, segments.room, axis_name)
         segment = lax.dynamic_update_slice_in_dim(segment, flat[name][-1].astype(dtype), begin, 0)
 
-    # Where shard_map keeps track of it, the result is the same on all devices. Under vmap there is no such gather.
+    # If `shard_map` tracks varying axes, mark the result as replicated. Under `vmap`, JAX has no such gather.
     to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
     sent = {name: x[: shards[name].full].reshape(-1) for name, x in flat.items() if shards[name].full}
     sent |= {REST: _dealt_segment(segment[: segments.room], segments, axis_name)} if segments.starts else {}
@@ -108,18 +119,33 @@ def gather_from_owners(owned: Stacks, shards: Shards, axis_name: AxisName) -> di
 
 
 def _by_device(flat: jax.Array, devices: int) -> jax.Array:
-    """Blocks `[full * devices, elements]` as those of each device, `[devices, full * elements]`."""
+    """Rearrange blocks `[full * devices, elements]` by device: `[devices, full * elements]`."""
     return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
 
 
 def of_this_device(table: Mapping[int, int], otherwise: int, axis_name: AxisName) -> jax.Array:
-    """The entry of a table by device for this one; `otherwise`, not less than any entry, where there is none."""
+    """Return this device's entry in a table that is keyed by device.
+
+    Args:
+      table: the entries.
+      otherwise: the result if the table lacks this device. No entry may be larger.
+      axis_name: the axes over which devices are numbered.
+    """
     devices, values = (np.array(list(x), np.int32) for x in (table.keys(), table.values()))
     return jnp.min(jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise)))
 
 
 def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
-    """Blocks of remainders `[remainder, elements]` as the message has them for each device, `[devices, elements]`."""
+    """Lay out the remainders' blocks for the reduce-scatter.
+
+    Args:
+      rests: for each group the remainder's blocks, `[remainder, elements]`.
+      segments: their layout.
+
+    Returns:
+      `[devices, segments.width]` under the key `REST`. Row `d` goes to device `d`: its segment's direct part, then a
+      piece from each segment's rest. Empty without remainders.
+    """
     if not rests:
         return {}
     blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
@@ -137,14 +163,20 @@ def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
 
 
 def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
-    """The inverse: the segment of each device, from the `rows` of all."""
+    """Undo `_in_segments`: return each device's segment, given the rows `[devices, width]`."""
     direct, lengths = segments.direct, [segments.devices * piece for piece in segments.pieces.values()]
     whole = dict(zip(segments.lengths, cut(rows[:, direct:].T.reshape(-1), lengths), strict=True))
     return {device: jnp.concatenate([rows[device, :direct], x]) for device, x in whole.items()} if direct else whole
 
 
 def _whole_segment(owned: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
-    """This device's segment, from its direct part and its pieces of the rest of all."""
+    """Return this device's segment.
+
+    Args:
+      owned: this device's row `[segments.width]`: its segment's direct part, and a piece from each segment's rest.
+      segments: the layout.
+      axis_name: the axes for the all-to-all.
+    """
     devices, width = segments.devices, segments.exchanged
     if not width:
         return owned
@@ -156,7 +188,7 @@ def _whole_segment(owned: jax.Array, segments: Segments, axis_name: AxisName) ->
 
 
 def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) -> jax.Array:
-    """The inverse of `_whole_segment`."""
+    """Undo `_whole_segment`."""
     if not segments.exchanged:
         return segment
     rest = segment[segments.direct :].reshape(-1, segments.devices).T.reshape(-1)
@@ -166,7 +198,12 @@ def _dealt_segment(segment: jax.Array, segments: Segments, axis_name: AxisName) 
 
 
 def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
-    """Vectors where each is said to begin, one behind the other, in one that ends at `end`; zeros in between."""
+    """Place vectors at increasing positions in a zero vector.
+
+    Args:
+      parts: the vectors, keyed by their start.
+      end: the result's length.
+    """
     arrays, until = list(parts.values()), [*list(parts)[1:], end]
     zero = jnp.zeros((), jnp.result_type(*arrays))
     gaps = [stop - begin - len(x) for begin, stop, x in zip(parts, until, arrays, strict=True)]

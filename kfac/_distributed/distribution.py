@@ -1,4 +1,4 @@
-"""Where blocks and statistics lie on devices, as a value."""
+"""The user's settings for several devices."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from kfac._varying import AxisName, axis_names, axis_size, device_axes, mesh_of,
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """How K-FAC uses several devices, for what it cannot see by itself: the argument `distribution=`.
+    """How K-FAC uses several devices, for the argument `distribution=`.
 
-    Most programs need none. The optimizer takes all axes that `jax.shard_map` has bound; outside of it, all axes of the
-    mesh that parameters lie on, or that is set. `jax.pmap`, and `jax.shard_map` without its check, need `axis_name`.
+    Most programs do not need it. Inside `jax.shard_map`, the optimizer uses all bound axes. Outside `jax.shard_map`, it
+    uses all axes of the parameters' mesh, otherwise of the mesh that is set. `jax.pmap`, and `jax.shard_map` without
+    its check, need `axis_name`.
 
-    Every Kronecker block has an owner among the devices. Statistics arrive local and are averaged to the owners, as
-    upper triangles. Owners keep the running averages, invert them, and precondition the gradients of their blocks. Then
-    all devices gather the results.
+    Every Kronecker block has an owner among the devices. Each device computes statistics for its share of the batch.
+    Owners receive the means of these statistics as upper triangles. They keep the running averages, invert them, and
+    precondition the gradients of their blocks. Then all devices gather the results.
 
     Args:
-      axis_name: the named axis of devices, of `jax.pmap`, `jax.shard_map` or `mesh`; a tuple for several. None for all.
-      mesh: for plain `jit` over sharded arrays. `init` and `update` then open a `shard_map` of their own over it, and
-        `factors` are those of the global batch, as `value_and_grad` under such a `jit` returns them. None for the one
-        that parameters lie on.
-      owners: those of the axes that blocks are spread over; None for all. Devices along the others repeat the owners:
-        with `Distribution(owners="gpu")` on axes `("node", "gpu")` every node has an owner for each block. Inverses and
-        preconditioned gradients then stay inside of it, and only sums go between nodes, each device its share. So the
-        fraction of devices that work on a layer, which trades memory for messages, is a choice of axes (KAISA, Pauloski
-        et al. 2021). `kfac.state.state_specs` takes these axes.
+      axis_name: the named device axis of `jax.pmap`, `jax.shard_map` or `mesh`, or a tuple of axes. None for all axes.
+      mesh: the mesh for plain `jit` over sharded arrays. `init` and `update` then open their own `shard_map` over this
+        mesh, and `factors` belong to the global batch, as `value_and_grad` under such a `jit` returns them. None for
+        the parameters' mesh.
+      owners: the axes over which blocks are dealt. None for all axes. Devices along the other axes repeat the owners.
+        For example, with `Distribution(owners="gpu")` on axes `("node", "gpu")`, every node has an owner for each
+        block. Inverses and preconditioned gradients then stay inside a node. Only sums go between nodes, and each
+        device sends its share. Thus the choice of axes sets the fraction of devices that work on a layer, which trades
+        memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to `kfac.state.state_specs`, too.
 
     Raises:
       ValueError: an argument is out of range.
@@ -44,7 +45,7 @@ class Distribution:
     owners: AxisName | None = None
 
     def __post_init__(self):
-        """Checks the arguments."""
+        """Check the arguments."""
         check_axis_name(self.axis_name)
         check_axis_name(self.owners, "owners")
         if self.mesh is not None:
@@ -60,20 +61,24 @@ class Distribution:
 
     @property
     def axis(self) -> AxisName | None:
-        """The axis of devices, or all of them; None for one device."""
+        """The device axis `axis_name`, or all axes of `mesh`. None if neither is given."""
         if self.axis_name is None and self.mesh is not None:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
     def way(self, tree: Any, dealt: bool) -> tuple[Way, Mesh | AbstractMesh | None]:
-        """How blocks lie here, and the mesh that a `shard_map` is still to be opened over.
+        """Determine how blocks lie on devices in the present context.
 
         Args:
-          tree: arrays, of which the mesh is taken where none is named.
+          tree: the arrays whose mesh is used if no axis and no mesh is given.
           dealt: whether blocks have owners.
 
+        Returns:
+          A `Way`, and the mesh over which a `shard_map` is still to be opened. The mesh is None if the axes are bound
+          or if there is no mesh.
+
         Raises:
-          ValueError: nothing tells here whether devices have the same parameters.
+          ValueError: no axis is given, and JAX does not track here whether devices have the same parameters.
         """
         seen, bound = self, device_axes()
         if self.axis is None and bound:
@@ -95,5 +100,5 @@ class Distribution:
 
 
 def check_distribution(value: Any) -> None:
-    """Raises where a value does not say how devices are used."""
+    """Raise if a value is neither a `Distribution` nor None."""
     check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")

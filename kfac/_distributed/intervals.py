@@ -1,4 +1,4 @@
-"""How often statistics and refreshes are affordable, counted from the shapes of the layers."""
+"""Affordable intervals for statistics and refreshes, counted from the layers' shapes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,47 @@ import jax.numpy as jnp
 from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 
-COST = 0.1  # of `kfac.kfac` by default
-# The time of a refresh's FLOP over a FLOP of the gradient's. Measured on CPUs, and on an H200 with a GPT of 124 million
-# parameters: docs/evidence.md.
+COST = 0.1  # the default of `kfac.kfac(cost=)`
+# The time of a refresh's FLOP, relative to a gradient's FLOP. Measured on CPUs, and on an H200 with a GPT of 124
+# million parameters: see docs/evidence.md.
 REFRESH_PRICE_ON_CPUS = 3.0
 REFRESH_PRICE = 8.0
-LONGEST = 16  # of the intervals that `affordable` gives: no longer one was tried on networks of many kinds
+LONGEST = 16  # the upper bound of `affordable`, because longer intervals have not been tried on many networks
 
 
 def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int) -> int | jax.Array:
-    """Return the shortest interval at which statistics and refreshes take `cost` of the work of the gradients.
+    """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
 
-    Statistics come from every `share`-th example. The interval holds for any number of devices, which share out
-    refreshes like examples.
+    The interval never exceeds `LONGEST`. It does not depend on the number of devices, because devices share refreshes
+    just as they share examples.
+
+    Args:
+      layers: the layers, found with a step's batch.
+      inverse: the kind of inverse.
+      cost: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
+      share: statistics use every `share`-th example.
+
+    Returns:
+      The interval in steps: an array if `cost` is an array, otherwise an `int`.
     """
     interval = sum(work_of_layers(layers, inverse, share).values()) / (work_of_gradients(layers) or math.inf) / cost
-    if isinstance(cost, jax.Array):  # as `optax.inject_hyperparams` has it
+    if isinstance(cost, jax.Array):  # from `optax.inject_hyperparams`
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 
 
 def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -> dict[str, float]:
-    """Return the work for the curvature of each layer in a mean step, over that of all gradients."""
+    """Return the cost of each layer's curvature in a mean step, as a fraction of the whole gradient's work.
+
+    Args:
+      layers: the layers.
+      inverse: the kind of inverse.
+      every: the interval between statistics and between refreshes, in steps.
+      share: statistics use every `share`-th example.
+
+    Returns:
+      The costs by layer name. Empty if the gradient's work is unknown.
+    """
     gradients = work_of_gradients(layers)
     if not gradients:
         return {}
@@ -48,14 +67,15 @@ def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -
 
 
 def work_of_gradients(layers: Layers) -> float:
-    """Return FLOPs of the gradients of a batch: three products for each of the forward pass."""
+    """Return the FLOPs of a batch's gradient, forward pass included: three times the forward products."""
     return 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
 
 
 def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, float]:
-    """Return FLOPs of statistics and refreshes by layer, in FLOPs of the gradient's price.
+    """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
-    Statistics of every `share`-th example need a forward pass, and a backward pass to the outputs of layers.
+    Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
+    refresh's FLOP counts `REFRESH_PRICE` times, on CPUs `REFRESH_PRICE_ON_CPUS` times.
     """
     price = inverse.flops * (REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE)
     examples = (layers.num_examples or 0) / share
@@ -67,13 +87,21 @@ def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, fl
 
 
 def applied(shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Return FLOPs of the products of one block's gradient with a matrix, or a diagonal, on each side."""
+    """Return the FLOPs to multiply a block's gradient by a factor on each side.
+
+    Args:
+      shapes: the factors' shapes: `(d, d)` for a matrix, `(d,)` for a diagonal.
+    """
     sides = sum(shape[0] if len(shape) > 1 else 1 for shape in shapes.values())
     return 2.0 * math.prod(shape[0] for shape in shapes.values()) * sides
 
 
 def products_of(layer: Layer) -> float:
-    """FLOPs of the products that read a layer in the forward pass of one example."""
+    """Return the FLOPs of a layer's products in an example's forward pass. Embeddings count as 0.
+
+    Raises:
+      ValueError: a dense layer or convolution was found without positions.
+    """
     if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
         return 0.0
     if layer.positions is None:
@@ -83,7 +111,7 @@ def products_of(layer: Layer) -> float:
 
 
 def statistics_of(layer: Layer) -> float:
-    """FLOPs of the factors of one example."""
+    """Return the FLOPs to form a layer's factors `A` and `G` for an example. Diagonal factors count as 0."""
     if layer.kind not in KRONECKER_KINDS or layer.positions is None:
         return 0.0
     entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)

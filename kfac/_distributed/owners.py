@@ -1,10 +1,13 @@
-"""Who owns which block: pure arithmetic on shapes, no devices.
+"""Assign blocks to the devices that own them. This is arithmetic on shapes and needs no devices.
 
-Blocks of equal shape form a group of `K`. They are dealt to `D` devices: device `d` owns block `p D + d` at each of its
-positions `p = 0 ... full - 1`, `full = K // D`. What is left of a group, its *remainder*, goes to as many devices, one
-block each at position `full`: to those whose remainders so far have the fewest elements of gradients, as these go back
-and forth in every step. The most expensive groups are dealt first. No table has an entry for each device, only for each
-block of a remainder.
+The `K` blocks of equal shape form a group. They are dealt to `D` devices. With `full = K // D`, device `d` owns block
+`p D + d` at each of its positions `p = 0 ... full - 1`.
+
+The last `K % D` blocks are the group's *remainder*. They go to as many devices, a block for each, at position `full`.
+Gradients travel in every step, so the devices are chosen whose earlier remainder blocks have the fewest gradient
+elements. The most expensive groups are dealt first.
+
+A `Shard` has an entry for each remainder block, but no entry for each device.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from kfac._curvature.blocks import Group
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """How the `blocks` of a group lie on `devices`.
+    """How the blocks of a group are dealt to devices.
+
+    A *slot* is a position on a device. Slots are numbered device by device: `device * positions + position`.
 
     Attributes:
-      blocks: `K`.
-      devices: `D`.
-      owners: of the blocks of the remainder, in their order.
+      blocks: the number `K` of blocks.
+      devices: the number `D` of devices.
+      owners: the owner of each remainder block, in block order.
     """
 
     blocks: int
@@ -35,46 +40,46 @@ class Shard:
 
     @property
     def full(self) -> int:
-        """Blocks that every device owns."""
+        """Number of blocks that every device owns."""
         return self.blocks // self.devices
 
     @property
     def positions(self) -> int:
-        """Length of the stacks each device holds."""
+        """Stack length on each device: `full`, or `full + 1` if there is a remainder."""
         return self.full + bool(self.owners)
 
     def location(self, block: int) -> tuple[int, int]:
-        """Device and position of a block."""
+        """Return a block's device and position."""
         position, device = divmod(block, self.devices)
         return (device if position < self.full else self.owners[device]), position
 
     @property
     def places(self) -> np.ndarray:
-        """Where each block stands in the row of all devices' positions."""
+        """Each block's slot, `[blocks]`."""
         locations = [self.location(block) for block in range(self.blocks)]
         return np.array([device * self.positions + position for device, position in locations], np.int32)
 
     @property
     def order(self) -> np.ndarray:
-        """Which block stands at each place in that row; where there is none, the first."""
+        """The block in each slot, `[devices * positions]`. An empty slot has block 0."""
         order = np.zeros(self.devices * self.positions, np.int32)
         order[self.places] = np.arange(self.blocks)
         return order
 
     @property
     def held(self) -> np.ndarray:
-        """`[devices, positions]`, whether there is a block at each place."""
+        """Whether each slot holds a block, `[devices, positions]`."""
         return np.isin(np.arange(self.devices * self.positions), self.places).reshape(self.devices, -1)
 
 
 class Cost(NamedTuple):
-    """What there is to do for each of the `blocks` of a group.
+    """The work and the size of each block in a group.
 
     Attributes:
-      name: of the group.
-      blocks: how many.
-      work: to invert one, in `n^3`; of a diagonal factor `n`.
-      elements: of the gradient of one.
+      name: the group's name.
+      blocks: number of blocks.
+      work: work to invert a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor.
+      elements: number of elements in a block's gradient.
     """
 
     name: str
@@ -84,18 +89,24 @@ class Cost(NamedTuple):
 
 
 def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) -> Cost:
-    """Of Kronecker blocks with factors of such shapes."""
+    """Return the cost of a Kronecker group.
+
+    Args:
+      name: the group's name.
+      blocks: number of blocks.
+      shapes: the factors' shapes: `(n, n)`, or `(n,)` for a diagonal.
+    """
     work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values())
     return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()))
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    """Of the groups whose blocks have owners."""
+    """Return the costs of the groups whose blocks have owners."""
     return [block_cost(group.name, group.size, group.shapes) for group in groups if group.owned]
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
-    """Spreads every group over the devices."""
+    """Deal every group's blocks to devices, and return the shards by group name."""
     shards, load = {}, np.zeros(devices, int)
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])

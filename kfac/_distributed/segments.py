@@ -1,11 +1,17 @@
-"""How blocks lie in a message to or from their owners: pure arithmetic, for messages and for the plan of a run.
+"""The layout of blocks in messages to or from their owners. This is arithmetic, for messages and for `plan`.
 
-Blocks of which every device owns as many need no thought. Those of the remainders stand end to end in the *segment* of
-their owner. Segments differ in length, and messages have the same room for all devices; so the part that all segments
-have goes straight to the owners, or from them. What is left of the longer ones goes by way of all devices, a piece
-each, in a second message between pieces and owners. Were all segments filled up to the longest, ResNet-50 on 64 devices
-would send six times its gradients; by the way of the pieces it is 1.09 times. Where filling up adds next to nothing it
-saves the second message.
+The first `full * devices` blocks of a group are easy: every device owns equally many. A device's blocks from the
+groups' remainders are laid end to end in its *segment*. Segments differ in length, but a reduce-scatter or all-gather
+has equal room for each device. Therefore a segment has two parts:
+
+- The direct part is as long as the shortest segment, or 0 if a device has none. It goes straight to the owner, or
+  from the owner.
+- The rest of a longer segment is split into equal pieces, a piece for each device. A second message, an all-to-all,
+  carries the pieces to the owner, or from the owner.
+
+If all segments were padded to the longest, ResNet-50 on 64 devices would send 6 times its gradients' size. With pieces,
+it sends 1.09 times this size. If padding adds at most `FILL` to the message, segments are padded, which saves the
+second message.
 """
 
 from __future__ import annotations
@@ -16,19 +22,20 @@ from collections.abc import Mapping
 
 from kfac._distributed.owners import Shard
 
-BUCKETS = 2  # messages of statistics; the more, the sooner the first, and the more unequal the segments of each
-FILL = 0.02  # so much of a message may be there to fill up segments
+# The number of messages for statistics. With more messages, the first is sent sooner, but segments differ more.
+BUCKETS = 2
+FILL = 0.02  # the largest acceptable padding, relative to the message
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Where the remainders of some groups lie.
+    """The layout of some groups' remainders.
 
     Attributes:
-      devices: how many.
-      starts: of each group with a remainder, by owner, where its block begins in the owner's segment.
-      lengths: of the segments, by device; of those alone that own such a block.
-      direct: the length of the part that goes straight to the owners, filled up in segments that are shorter.
+      devices: number of devices.
+      starts: for each group with a remainder, where its block starts in each owner's segment, by owner.
+      lengths: length of each device's segment, by device. Devices without a segment are missing.
+      direct: the direct part's length. Shorter segments are padded to this length.
     """
 
     devices: int
@@ -38,35 +45,40 @@ class Segments:
 
     @property
     def pieces(self) -> dict[int, int]:
-        """The length of each device's piece of the rest of a segment, by the device that the segment belongs to."""
+        """By owner: the length of the pieces into which the rest of its segment is split."""
         return {d: -(-max(0, length - self.direct) // self.devices) for d, length in self.lengths.items()}
 
     @property
     def room(self) -> int:
-        """Elements from which every segment can be cut, in whatever way it came."""
+        """Length of a buffer that can hold any device's segment."""
         return self.direct + self.devices * self.exchanged
 
     @property
     def exchanged(self) -> int:
-        """What each device sends each other in the second message: as much as the longest of the pieces."""
+        """Elements from each device to each device in the second message: the longest piece's length."""
         return max(self.pieces.values(), default=0)
 
     @property
     def width(self) -> int:
-        """What there is for each device in the first message."""
+        """Elements for each device in the first message: the direct part, and a piece from each segment's rest."""
         return self.direct + sum(self.pieces.values())
 
 
 def lay_end_to_end(
     shards: Mapping[str, Shard], sizes: Mapping[str, int]
 ) -> tuple[dict[str, dict[int, int]], collections.Counter[int]]:
-    """Where the remainders begin, by group and owner, and how long the segment of each owner is.
+    """Lay the remainders' blocks end to end on their owners.
 
-    Blocks of each group have as many elements as `sizes` say.
+    Args:
+      shards: how each group is dealt to devices.
+      sizes: for each group, the number of elements in a block.
+
+    Returns:
+      Where each block starts in its owner's segment, by group and owner, and the length of each owner's segment.
     """
     lengths: collections.Counter[int] = collections.Counter()
     starts = {}
-    for name, size in sorted(sizes.items()):  # `jit` gives the groups of a state back in another order than `init` had
+    for name, size in sorted(sizes.items()):  # sorted, because `jit` reorders the groups in a state
         if shards[name].owners:
             starts[name] = {device: lengths[device] for device in shards[name].owners}
             lengths.update(dict.fromkeys(shards[name].owners, size))
@@ -74,7 +86,12 @@ def lay_end_to_end(
 
 
 def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segments:
-    """The segments of groups, of whose blocks each has as many elements as `sizes` say."""
+    """Return the layout of some groups' remainders.
+
+    Args:
+      shards: how each group is dealt to devices.
+      sizes: for each group in the message, the number of elements in a block.
+    """
     devices = next(iter(shards.values())).devices
     starts, lengths = lay_end_to_end(shards, sizes)
     shortest, longest = (0, 0) if len(lengths) < devices else (min(lengths.values()), max(lengths.values()))
@@ -84,9 +101,15 @@ def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segm
 
 
 def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:
-    """The groups in a `number` of buckets of about equal size, in the order in which a backward pass has finished them.
+    """Divide the groups into buckets of about equal size, in the order in which a backward pass finishes them.
 
-    Groups stand in the order of their first uses, which are the last that it comes to.
+    Args:
+      sizes: the groups' sizes, in the order of the groups' first uses. A backward pass finishes the groups in
+        reverse order, because it reaches a group's first use last.
+      number: the largest number of buckets.
+
+    Returns:
+      The group names in each bucket. Empty buckets are omitted.
     """
     buckets: list[list[str]] = [[] for _ in range(number)]
     total, seen = max(1, sum(sizes.values())), 0

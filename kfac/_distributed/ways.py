@@ -1,4 +1,4 @@
-"""How the blocks of a state lie on the devices that a step runs on."""
+"""Communication between a step's devices, for each way to lay out a state's blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from kfac._varying import as_varying, axis_size, varying_axes
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Where the blocks of a state are, and how devices tell each other of them.
+    """A step's device axes, and the collectives over them.
 
-    Without `axes` on the one device there is. With them statistics are averaged over its devices, all of which have all
-    blocks; or, with `owners`, each block has one among the devices of these, repeated along the other axes.
+    There are three cases:
+
+    - Without `axes`, there is a single device.
+    - With `axes` but without `owners`, every device has all blocks. Statistics are averaged over the axes.
+    - With `owners`, each block has an owner along these axes. The other axes repeat the owners.
 
     Attributes:
-      axes: of the devices.
-      owners: those of them that blocks are spread over.
+      axes: the device axes.
+      owners: the axes, among `axes`, over which blocks are dealt.
     """
 
     axes: tuple[str, ...] = ()
@@ -37,12 +40,12 @@ class Way:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing is to be sent."""
+        """Whether there is a single device, so that no message is needed."""
         return not self.axes
 
     @property
     def devices(self) -> int:
-        """How many blocks are dealt to.
+        """Number of devices to which blocks are dealt.
 
         Raises:
           ValueError: the axes are not bound.
@@ -53,14 +56,14 @@ class Way:
         return lax.axis_size(self.owners)
 
     def owns(self, shard: Shard) -> jax.Array:
-        """`[positions]`, whether this device has a block of its own at each."""
+        """Return for each position whether this device owns a block there, `[positions]`."""
         return jnp.ones(shard.positions, bool) if shard.held.all() else self._row(shard.held)
 
     def take(self, stacks: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
-        """From stacks `[blocks, ...]`, which all devices have, this one's `[positions, ...]`.
+        """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
 
-        A device without a block at the last position gets one of the others' there. All get all blocks of a group that
-        is not among `shards`.
+        A device without a block at the last position gets a copy of block 0 as a placeholder. A group without a shard
+        keeps all blocks.
         """
 
         def taken(name, stack):
@@ -70,52 +73,52 @@ class Way:
         return {name: taken(name, x) if self.owners and name in shards else x for name, x in stacks.items()}
 
     def _row(self, table: np.ndarray) -> jax.Array:
-        """This device's of a table `[devices, ...]`."""
+        """Return this device's row of a table `[devices, ...]`."""
         return jnp.asarray(table)[lax.axis_index(self.owners)]
 
     def gather(self, own: Stacks, shards: Shards) -> dict[str, jax.Array]:
-        """The inverse of `take`."""
+        """Undo `take`: gather all blocks on all devices."""
         return gather_from_owners(own, shards, self.owners) if self.owners else dict(own)
 
     def means(self, stacks: Stacks, shards: Shards, parts: int = 1) -> dict[str, jax.Array]:
-        """Means over devices of stacks `[blocks, ...]`, of which each has its own, as `take` gives them.
+        """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
-        In several `parts` the first can be sent while the backward pass goes on.
+        The mean is sent in `parts` messages. With several messages, the first can overlap with the backward pass.
         """
         if not self.owners:
             return self.mean(dict(stacks))
         return means_to_owners(stacks, shards, self.owners, parts, tuple(x for x in self.axes if x not in self.owners))
 
     def statistics(self, stacks: Mapping[str, Statistics], shards: Shards) -> dict[str, Statistics]:
-        """As `means`, of statistics."""
+        """Apply `means` to statistics."""
         received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
         wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
         return {name: unflatten(received[name], like) for name, like in wide.items()}
 
     def mean(self, tree: Any) -> Any:
-        """The mean over devices of arrays, in one message."""
+        """Average arrays over devices in a single message."""
         if self.alone or not jax.tree.leaves(tree):
             return tree
         flat, unravel = ravel_pytree(tree)
         return unravel(lax.pmean(as_varying(flat, varying_axes(lax.axis_index(self.axes))), self.axes))
 
     def total(self, x: jax.Array) -> jax.Array:
-        """The sum over devices of what each has counted of its own blocks."""
+        """Sum an array over the owners' axes. Each device has computed its array from its own blocks."""
         return self._over_owners(lax.psum, x)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The maximum over devices."""
+        """Return the maximum over the owners' axes."""
         return self._over_owners(lax.pmax, x)
 
     def agree(self, flag: jax.Array) -> jax.Array:
-        """Whether a flag is set on all devices."""
+        """Return whether a flag is set on all devices along the owners' axes."""
         return self._over_owners(lax.pmin, flag.astype(jnp.int32)) > 0
 
     def _over_owners(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         return reduce(as_varying(x, varying_axes(lax.axis_index(self.owners))), self.owners) if self.owners else x
 
     def check(self, what: str, tree: Any) -> None:
-        """Raise if arrays differ along axes that are not named, as far as `shard_map` knows."""
+        """Raise if arrays vary over bound axes that are not among `axes`, as far as `shard_map` tracks this."""
         axes = self.axes
         if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
             where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
@@ -124,7 +127,7 @@ class Way:
 
 
 def check_alike(params: Any) -> None:
-    """Raises where parameters differ between devices."""
+    """Raise if parameters vary between devices, as far as `shard_map` tracks this."""
     if differing := sorted(varying_axes(params)):
         raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
 

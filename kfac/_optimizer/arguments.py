@@ -1,4 +1,4 @@
-"""What `update` is given: factors that were forgotten or are in another's place, biases that a wrapper has hidden."""
+"""Checks of the arguments of `init` and `update`, and removal of biases that a wrapper hides from the optimizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 def fitted(
     layers: Layers, build: Callable[[Layers], optax.GradientTransformationExtraArgs]
 ) -> optax.GradientTransformationExtraArgs:
-    """Build the optimizer for the layers without the biases that `optax.masked` and `optax.partition` hide from it."""
+    """Return an optimizer for the layers without the biases that `optax.masked` or `optax.partition` hides.
+
+    `init` and `update` find the hidden biases from their arguments.
+
+    Args:
+      layers: the layers that `find_layers` returned.
+      build: a function from layers to an optimizer.
+
+    Raises:
+      ValueError: `layers` is not a `Layers`; in `update`, the updates are `Factors` instead of gradients.
+      TypeError: in `update`, factors are passed by keyword.
+    """
     check_layers(layers)
     made = functools.cache(build)
-    made(layers)  # which checks the options
+    made(layers)  # checks the options
 
     def init(params):
         visible = _without_hidden(layers, params)
@@ -44,15 +55,19 @@ def fitted(
 
 
 def _without_hidden(layers: Layers, tree: Any) -> Layers:
-    """The layers, with each bias that is hidden in `tree` as if it had been skipped, where its kernel is not hidden."""
+    """Return the layers with hidden biases as skipped layers.
+
+    A bias counts as hidden if `tree` contains its kernel, but not the bias.
+    """
     if not has_masked(tree):
         return layers
     leaves = leaves_by_path(tree)
 
-    def parts(layer: Layer) -> list[Layer]:  # its homogeneous 1 is the last column of the kernel's matrix
+    def parts(layer: Layer) -> list[Layer]:
         if not layer.has_bias or [path in leaves for path in layer.params] != [True, False]:
             return [layer]
-        # Blocks stay where they are: the last one of `A` has zeros in the place of the 1.
+        # Remove the homogeneous 1, the last row and column of `A`. If `A` is cut into blocks, keep `d_in`, so that
+        # the blocks keep their shape: the last block then has zeros in place of the 1.
         kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
         return [kernel, Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:])]
 

@@ -1,4 +1,4 @@
-"""`observe` on one device: statistics go into running averages, and these into inverses."""
+"""`observe` on one device: update running averages with statistics, and refresh inverses from the averages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kfac._varying import as_varying, device_axes, varying_axes
 
 
 class Stacks(NamedTuple):
-    """The statistics of a batch, stacked by group.
+    """The statistics of a batch, in a stack for each group.
 
     Attributes:
-      statistics: of the groups with statistics of their own, `[k, ...]`.
-      gradients: of the groups with gradient factors, gradients as matrices `[k, d_in, d_out]`.
+      statistics: the captured statistics by group name, arrays `[k, ...]`.
+      gradients: the gradients of groups with gradient factors by group name, as matrices `[k, d_in, d_out]`.
     """
 
     statistics: Mapping[str, Statistics]
@@ -37,7 +37,21 @@ class Stacks(NamedTuple):
 
 
 def observe_here(config: Config, state: KfacState, statistics: Factors | Stacks | None) -> KfacState:
-    """Observe on one device, which holds its own blocks. `Stacks` are averaged over devices already."""
+    """Observe on one device.
+
+    Args:
+      config: the fixed settings.
+      state: the state before, with the blocks that this device holds.
+      statistics: this device's `Factors`, or `Stacks` that are already averaged over devices. None refreshes all
+        inverses from the present averages.
+
+    Returns:
+      The state with new averages and inverses.
+
+    Raises:
+      ValueError: the state is for another number of devices, it does not hold the blocks that this device owns, or the
+        factors differ along axes of devices that `axis_name=` does not name.
+    """
     way = config.way
     check_devices(state, way.devices)
     for owned in state.owned.values():
@@ -54,7 +68,7 @@ def observe_here(config: Config, state: KfacState, statistics: Factors | Stacks 
             statistics = average_over_devices(place, state, statistics)
         state, left_out = take_in(place, state, statistics)
         if state.settings.refreshes:
-            due = state.refresh_due.astype(bool)  # `optax.contrib.sam` makes integers of the flags of a state
+            due = state.refresh_due.astype(bool)  # `optax.contrib.sam` turns the state's flags into integers
             state, failed = refresh_inverses(way, state, due)
             state = state._replace(refreshed=jnp.where(due, state.count, state.refreshed))
         state = state._replace(measured=state.count, due=jnp.zeros((), bool))
@@ -67,7 +81,7 @@ def observe_here(config: Config, state: KfacState, statistics: Factors | Stacks 
 
 
 def average_over_devices(place: Place, state: KfacState, factors: Factors) -> Stacks:
-    """Stack the statistics of the blocks that this device holds, averaged over devices."""
+    """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     config, way = place.config, place.config.way
     gradients = stack_gradients(config, state, factors)
     if not way.alone:
@@ -85,14 +99,15 @@ def stack_gradients(config: Config, state: KfacState, factors: Factors) -> Vecto
 
 
 def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None) -> dict[str, Statistics]:
-    """The statistics of all blocks `[k, ...]`, packed.
+    """Stack the packed statistics of all blocks, `[k, ...]`, for each group with captured statistics.
 
-    Those of tied and ragged kernels are no averages, but made of some. The `mean` takes these over devices first, so
-    that the statistics are those of one device.
+    The factors of `Tied` statistics are not linear in their traces, nor the factors of `Ragged` statistics in their row
+    counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
+    then equals the statistics that a single device computes from the whole batch.
     """
-    # As the others, with which they share a message.
+    # All blocks share a message, so if some blocks are in bfloat16, the others are cast to it.
     dtype = jnp.bfloat16 if any(block.wire == jnp.bfloat16 for block in factors.values()) else None
-    fill = (lambda flat: flat) if device_axes() else filled  # over a mesh all are
+    fill = (lambda flat: flat) if device_axes() else filled  # over a mesh all vectors are padded
 
     def to_send(group: Group, layer: Layer) -> Any:
         packed = factors[layer.name].packed(tuple(layer.side_shapes.values()), mean, dtype)
@@ -108,7 +123,7 @@ def stack_packed(config: Config, factors: Factors, mean: Callable[[Any], Any] | 
 
 
 def take_in(place: Place, state: KfacState, stacks: Stacks) -> tuple[KfacState, Vectors]:
-    """Take the statistics of a batch into the running averages. Blocks with non-finite statistics leave them out.
+    """Update the running averages with the statistics of a batch, except for blocks with non-finite statistics.
 
     Args:
       place: the blocks that this device holds.
@@ -116,7 +131,7 @@ def take_in(place: Place, state: KfacState, stacks: Stacks) -> tuple[KfacState, 
       stacks: the statistics of these blocks, averaged over devices.
 
     Returns:
-      The state, and which blocks left their statistics out.
+      The new state, and for each group a mask `[k]` of this device's own blocks that ignored their statistics.
     """
     config, way, left_out = place.config, place.config.way, {}
     batch: dict[str, Any] = {name: stack.unpacked() for name, stack in stacks.statistics.items()}
@@ -127,11 +142,12 @@ def take_in(place: Place, state: KfacState, stacks: Stacks) -> tuple[KfacState, 
     decay = state.factor_decay.astype(jnp.result_type(float)) ** steps
     for group in config.groups:
         name, block, statistics = group.name, state.blocks[group.name], batch[group.name]
-        # So large that squares are not finite, one batch would fill the average for hundreds of steps.
+        # Statistics also count as non-finite if their squares overflow. A batch with such large statistics would
+        # dominate the average for hundreds of steps.
         good = jnp.all(jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0)
         taken, left_out[name] = good & place.owns[name], ~good & place.owns[name]
         if statistics.moments is not None:
-            # Those before the first decomposition are in no basis that is kept.
+            # Before the first decomposition there is no eigenbasis in which moments could be kept.
             corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[name] & (block.condition > 0)
             inverse_state = part_of(state, way, name, "inverse")
             inverse = config.inverse.absorb(inverse_state, statistics.moments, decay, taken & corrected)
@@ -144,17 +160,17 @@ def take_in(place: Place, state: KfacState, stacks: Stacks) -> tuple[KfacState, 
 
 
 def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None) -> tuple[KfacState, Vectors]:
-    """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices have.
+    """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices hold.
 
-    XLA changes stacks in their place.
+    XLA updates the stacks in place.
 
     Args:
       way: how blocks lie on devices.
       state: the state before.
-      needed: whether to do anything, on which devices agree. None means yes.
+      needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
-      The state, and which blocks failed.
+      The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
     wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
     wanted |= {name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()}
@@ -172,7 +188,7 @@ def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None
             inverted = jnp.where(result.valid, state.count, block.inverted)
             new = with_parts(new, way, name, inverse=result.inverse, condition=condition, inverted=inverted)
             failed = failed | {name: wanted[name] & ~result.valid}
-        # All devices get the bases from their owners.
+        # Gather the bases from their owners to all devices.
         sent = {n: flatten(state.settings.inverse.basis(part_of(new, way, n, "inverse"))) for n in new.bases}
         received = way.gather(sent, shards_of(state))
         bases = {name: unflatten(flat, new.bases[name]) for name, flat in received.items()}
@@ -182,6 +198,6 @@ def refresh_inverses(way: Way, state: KfacState, needed: jax.Array | None = None
 
 
 def count_blocks(way: Way, state: KfacState, flags: Vectors) -> jax.Array:
-    """Count the flagged blocks of this device. Blocks that all devices have are counted on the first."""
+    """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
     return jnp.sum(join(x if name in state.owned else x & first for name, x in flags.items()), dtype=jnp.int32)

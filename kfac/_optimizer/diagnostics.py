@@ -1,4 +1,4 @@
-"""What is read off an optimizer state: scalars for a run to log, and the eigenvectors by layer for EKFAC."""
+"""Read values from an optimizer state: scalars to log, whether statistics are due, and eigenvectors for EKFAC."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups,
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
-    """Scalars worth logging, from the state of any chain that holds `scale_by_kfac`.
+    """Return scalars to log, from the optimizer state of any chain that holds `scale_by_kfac`.
 
     Args:
-      opt_state: an optimizer state; the preconditioner's part is looked for in it.
+      opt_state: an optimizer state that contains the preconditioner's state.
 
     Returns:
-      `damping` of the last step, `gradient_norm` and `preconditioned_norm` (2-norms over the parameters with a
-      curvature block), `condition` (largest condition number of what is inverted, each as of its last inversion: of the
-      damped factors in the 1-norm, with `Eigh`, `Ekfac`, `Soap` of the damped blocks in the 2-norm), `inverse_age`
-      (steps since the oldest inverse in use was computed), `statistics_age` (steps since the last that brought
-      statistics, or since the start: it only grows if the loop does not call `observe`), `skipped_statistics` and
-      `failed_inversions` (blocks, since the start), `skipped_steps` (updates that were not finite, an
-      `optax.apply_if_finite` around it included), `kl_clip_scale` (1 without a KL clip), `slowest` and `fastest` of the
-      layers' rates, with `adaptive_damping` the last `reduction_ratio` (NaN before the first) and the steps
-      `taken_back`.
+      A dictionary with these scalars:
+
+      - `damping`: the damping of the last step.
+      - `gradient_norm`, `preconditioned_norm`: 2-norms over the parameters with a curvature block.
+      - `condition`: the largest condition number of all blocks, each at its last inversion. It refers to the damped
+        factors and the 1-norm; with `Eigh`, `Ekfac` and `Soap`, to the damped blocks and the 2-norm.
+      - `inverse_age`: steps since the oldest inverse in use was computed.
+      - `statistics_age`: steps since the last statistics, or since the start. It keeps growing if the loop does not
+        call `observe`.
+      - `skipped_statistics`, `failed_inversions`: the number of blocks with such a failure, summed since the start.
+      - `skipped_steps`: the number of non-finite updates, including updates that an `optax.apply_if_finite` around the
+        optimizer rejected.
+      - `kl_clip_scale`: the scale of the last step's KL clip; 1 without a KL clip.
+      - `slowest`, `fastest`: the lowest and highest of the layers' learning-rate multipliers.
+      - `reduction_ratio`, `taken_back`: only with `adaptive_damping`, the last reduction ratio (NaN before the first
+        measurement) and the number of rejected steps.
 
     Raises:
-      ValueError: there is no K-FAC state, or more than one, in `opt_state`.
+      ValueError: `opt_state` contains no K-FAC state, or more than one.
     """
     state = find_state(opt_state, "opt_state")
     scalars = state.metrics._asdict()
@@ -47,28 +54,28 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
         scalars["taken_back"] = adaptive.taken_back
     for guard in find_nodes(opt_state, optax.ApplyIfFiniteState):
         if find_nodes(guard, KfacState):
-            # What it rejects does not reach the preconditioner.
+            # Updates that the guard rejects do not reach the preconditioner.
             scalars["skipped_steps"] += guard.total_notfinite
     return scalars
 
 
 def statistics_due(opt_state: Any) -> jax.Array:
-    """Tell whether `observe` should be called before the next step.
+    """Return whether to call `observe` before the next step.
 
-    `cost=` of `kfac.kfac` or `statistics_every=` says how often that is the case::
+    `cost=` of `kfac.kfac`, or `statistics_every=` of `scale_by_kfac`, sets the interval::
 
         if kfac.statistics_due(opt_state):
             opt_state = observe(opt_state, params, batch)
         params, opt_state = step(params, opt_state, batch)
 
-    Reading the answer on the host waits for the step before. A loop that must not wait can count by itself.
+    Reading the result on the host waits for the previous step. A loop that must not wait can count steps itself.
 
     Args:
-      opt_state: any tree that holds the state of `kfac.kfac` or `kfac.scale_by_kfac`.
+      opt_state: any tree that holds a state of `kfac.kfac` or `kfac.scale_by_kfac`.
 
     Returns:
-      A bool, an array without axes. True if any of several states is due. A state of `jax.pmap` tells that of the first
-      device.
+      A scalar boolean array. With several states it is true if statistics are due for any state. For a state of
+      `jax.pmap`, the first device's value is returned.
 
     Raises:
       ValueError: `opt_state` holds no such state.
@@ -78,24 +85,27 @@ def statistics_due(opt_state: Any) -> jax.Array:
 
 
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
-    """The eigenvectors of the factors: what `value_and_grad` takes as `basis`.
+    """Return the eigenvectors of the factors, for the argument `basis` of `value_and_grad`.
 
-    Jit-compatible. Of the state of an optimizer these are the eigenvectors that it preconditions with, and the same on
-    all devices; inside `jax.pmap` and `jax.shard_map` take them from the state there. Moments for an optimizer must be
-    in the basis of its own state, that which its step begins with: no error is possible where they are in another.
+    This function works under `jit`. For an optimizer state it returns the eigenvectors that the optimizer preconditions
+    with, the same on all devices. With `jax.pmap` or `jax.shard_map`, call it inside the mapped function.
+
+    Moments for an optimizer must be in the basis of the very state that `observe` updates with them. No error is raised
+    if they are in another basis.
 
     Args:
-      source: the one state of an optimizer with `inverse=kfac.Ekfac()` in a tree, or a `Factors`,
-        whose factors are then decomposed.
-      layers: what `find_layers` returned.
+      source: a tree that holds a single state of an optimizer with `inverse=kfac.Ekfac()`, or a `Factors`, whose
+        factors are then decomposed.
+      layers: the layers that `find_layers` returned.
 
     Returns:
-      For each layer that EKFAC corrects, those with two whole factors and one use (`Layer.correctable`), a
-      `Kronecker(A, G)` of orthogonal matrices, `Q_A` `[copies?, d_in, d_in]` and `Q_G` `[copies?, d_out, d_out]`,
-      columns in the order of growing eigenvalues. Before the first inversion they are identities.
+      A `Kronecker(A, G)` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
+      `[copies?, d_in, d_in]`, and `G` is `Q_G`, `[copies?, d_out, d_out]`, with columns in the order of increasing
+      eigenvalues. Before the first inversion they are identities. EKFAC corrects layers that have a single use, known
+      examples and two full, uncut factors (`Layer.correctable`).
 
     Raises:
-      ValueError: `source` is neither, or is not one for these layers.
+      ValueError: `source` holds no such state or several, or does not fit the layers.
     """
     check_layers(layers)
     if isinstance(source, Factors):

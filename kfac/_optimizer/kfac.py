@@ -1,4 +1,4 @@
-"""`kfac`: the preconditioner and the parts around it: KL clip, momentum, lengths of steps, weight decay."""
+"""The `kfac` optimizer: the preconditioner, KL clip, momentum, step lengths and weight decay."""
 
 from __future__ import annotations
 
@@ -49,82 +49,85 @@ def kfac(
     statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """K-FAC as an optimizer: `scale_by_kfac`, KL clip, momentum, lengths of steps, weight decay, learning rate.
+    """Return the K-FAC optimizer.
 
-    Each part but the first and the last is left out when its argument is None. A step whose preconditioned gradient is
-    not finite changes neither parameters nor momentum; `diagnostics` counts it. What else `scale_by_kfac` takes has its
-    default here; `kfac.presets.large_batch` has all of it.
+    It chains `scale_by_kfac`, the KL clip, momentum, step lengths, weight decay and the learning rate. Every part
+    except `scale_by_kfac` and the learning rate is left out if its argument is None. A step with a non-finite
+    preconditioned gradient changes neither parameters nor momentum; `diagnostics` counts such steps. Options of
+    `scale_by_kfac` that are missing here have their default values. `kfac.presets.large_batch` has all options.
 
     Args:
-      learning_rate: scalar or schedule. With `step_norm="spectral"` it is how far a kernel moves in a step relative to
-        a freshly initialised one, whatever the width of the network. Begin with 0.1: let the rate rise to it in the
-        first tenth of the steps, and then fall to zero.
-      layers: what `find_layers` returned.
-      momentum: its decay, in [0, 1), as of `optax.trace`; kept in float32 or better, by the owner of a block. Scalar or
-        schedule.
-      nesterov: Nesterov's form of it. None: with momentum.
-      weight_decay: decoupled weight decay, times the learning rate. Scalar or schedule.
-      weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`; by default all of them, those
-        behind `stop_gradient` too, which a mask keeps as they are.
-      step_norm: `"spectral"` fixes the length of the step of each parameter with a block; the curvature sets only its
-        direction. The largest singular value of a kernel's step is `learning_rate * sqrt(overlap * max(1, d_out /
-        d_in))`, the spectral condition of Yang, Simon & Bernstein (2023, arXiv:2310.17813). `Layer.overlap` is the
-        number of windows of a convolution that contain an input position: 9 for 3 x 3, 2.25 for 3 x 3 with stride 2,
-        and 1 for a dense kernel. Six power iterations estimate the singular value from below. The bias is scaled like
-        its kernel, and each copy of a stacked kernel by itself. All other leaves with a block, embeddings among them,
-        move by a root mean square of `0.1 * learning_rate` over the elements that move. Skipped parameters take their
-        gradients as they are. A parameter whose gradient is zero does not move.
+      learning_rate: scalar or schedule. With `step_norm="spectral"` it is the size of a kernel's step relative to the
+        kernel's size at initialisation, for networks of any width. Start with 0.1: warm up to this rate during the
+        first tenth of the steps, then decay it to zero.
+      layers: the layers that `find_layers` returned.
+      momentum: the decay of the momentum, in [0, 1), as in `optax.trace`. Each block's owner keeps the momentum in
+        float32 or better. Scalar or schedule.
+      nesterov: whether to use Nesterov momentum. None: True if there is momentum.
+      weight_decay: decoupled weight decay, multiplied by the learning rate. Scalar or schedule.
+      weight_decay_mask: which parameters decay, as for `optax.add_decayed_weights`. By default all parameters decay,
+        including parameters behind `stop_gradient`; mask these to leave them unchanged.
+      step_norm: `"spectral"` fixes the length of each parameter's step, so that the curvature only sets its direction.
+        The largest singular value of a kernel's step is `learning_rate * sqrt(overlap * max(1, d_out / d_in))`, the
+        spectral condition of Yang, Simon & Bernstein (2023, arXiv:2310.17813). `Layer.overlap` is the number of
+        convolution windows that contain an input position: 9 for 3 x 3, 2.25 for 3 x 3 with stride 2, and 1 for a
+        dense kernel. Six power iterations estimate the singular value from below. A bias is scaled like its kernel.
+        Each copy of a stacked kernel is scaled separately. The steps of other parameters with a block, such as
+        embeddings and normalisation scales, have a root mean square of `0.1 * learning_rate` over their nonzero
+        elements. A layer with a zero gradient gets a zero step. The steps of skipped parameters are not rescaled.
 
-        Before a normalisation, only the direction of a kernel matters to the loss. There the step first loses its
-        component along the kernel. Such kernels are recognised by `|cos(w, g)| < 0.1 / sqrt(n)`, with `n` elements in
-        the kernel `w` and its gradient `g` (Heo et al. 2021, arXiv:2006.08217). Of other kernels one in twelve steps
-        meets this by chance.
+        If a normalisation follows a kernel, only the kernel's direction affects the loss. The step then first loses
+        its component along the kernel. Such kernels are recognised by `|cos(w, g)| < 0.1 / sqrt(n)`, with the kernel
+        `w`, its gradient `g`, and `n` elements in each (Heo et al. 2021, arXiv:2006.08217). Other kernels meet this
+        condition by chance in one of twelve steps.
 
-        None: the curvature sets the length as well, as in natural gradient descent.
-      trust_ratio: the norm of a kernel's or an embedding's step, as a multiple of the norm of the parameter itself,
-        before the learning rate (LARS does this with gradients). Kernels lose the same component as above. A step stays
-        as it is where one of the two norms is zero. Needs `step_norm=None`. Scalar or schedule.
+        None: the curvature also sets the length, as in natural gradient descent.
+      trust_ratio: the norm of a kernel's or an embedding's step before the learning rate, as a multiple of the
+        parameter's norm (LARS does this with gradients). Steps lose the same component as with `step_norm`. If one of
+        the two norms is zero, the step is not rescaled. Needs `step_norm=None`. Scalar or schedule.
       kl_clip: the constraint `c` of the KL clip, which multiplies the preconditioned gradient `v` by `min(1, sqrt(c /
-        (learning_rate^2 <v, g>)))`, with the gradient `g`, over all parameters with a block together (Ba, Grosse &
-        Martens 2017). Needs `step_norm=None`. Scalar or schedule.
-      adaptive_layer_rates: whether each layer multiplies the learning rate by a number of its own, from 1 to 4. It
-        grows while the gradient agrees with the last step. It falls if the last step went too far, and returns to 1
-        within some fifty steps otherwise. It grows only while the learning rate does not rise and is at least half of
-        its maximum so far (for one rate for all layers: Almeida et al. 1998, Baydin et al. 2018). Copies of a stacked
-        kernel and pieces of a kernel that `max_dim` cuts have rates of their own. None: with momentum and
-        `step_norm="spectral"`.
-      layer_multipliers: factors of the steps of some layers. Keys are regular expressions, as in `skip=`. A layer,
-        including its bias, takes the first key that is found in one of its paths. Weight decay and skipped parameters
-        are not multiplied. Needs `step_norm="spectral"`.
-      damping: see `scale_by_kfac`, also for the arguments that follow. With `step_norm="spectral"` it is in units of
-        the mean eigenvalue of each block, as with `Cholesky(relative=True)`, so nothing depends on the scale of the
-        loss. None: 1e-4 for `Soap` and 0.1 for the others with `step_norm="spectral"`, else 1e-3.
-      cost: what statistics and refreshes may take of the time of the gradients, in the mean step. It sets the interval
-        of both: the shortest, 16 steps at most, at which their FLOPs are this share of those of the gradients of the
-        batch that the layers were found with. Statistics include a forward and a backward pass of their own. A FLOP of
-        a refresh counts three times, as it takes on a CPU. The interval is reached by doublings: the first ten steps
-        have both (`refresh_warmup` of `scale_by_kfac`). `statistics_due` tells whether to observe before the next
-        step: `train_step` does. With `step_norm=None` statistics are due in every step, because nothing limits the
-        length of a step by old inverses: then leave `cost` out.
-      inverse_every: steps between refreshes of the inverses, which `observe` makes. None: it only takes averages, and
-        `observe(opt_state)` without factors refreshes. "auto": that of `cost`.
-        `plan` counts for other machines.
-      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or one's own. With
-        `step_norm="spectral"` it is made `relative`. `Soap` preconditions the momentum of the gradients.
+        (learning_rate^2 <v, g>)))`, with the gradient `g`. The product `<v, g>` sums over all parameters with a block
+        (Ba, Grosse & Martens 2017). Needs `step_norm=None`. Scalar or schedule.
+      adaptive_layer_rates: whether each layer adapts its own multiplier of the learning rate, between 1 and 4. The
+        multiplier grows while the gradient agrees with the last step. It falls if the last step went too far.
+        Otherwise it returns to 1 within about fifty steps. It cannot grow while the learning rate rises, or is less
+        than half of its maximum so far. Almeida et al. (1998) and Baydin et al. (2018) adapt one rate for all layers
+        in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_dim` cuts, has its own
+        multiplier. None: True if there is momentum and `step_norm="spectral"`.
+      layer_multipliers: multipliers for the steps of some layers. Keys are regular expressions, as in `skip=`. A
+        layer, including its bias, takes the first key that matches one of its paths. Weight decay and skipped
+        parameters are not multiplied. Needs `step_norm="spectral"`.
+      damping: see `scale_by_kfac`. With `step_norm="spectral"` the damping is relative to each block's mean eigenvalue
+        (with `Soap`, to its mean squared gradient), as with `Cholesky(relative=True)`, so that the scale of the loss
+        does not matter. None: 1e-3 with `step_norm=None`; otherwise 1e-4 for `Soap` and 0.1 for other inverses.
+      cost: the target overhead of statistics and refreshes in the mean step, as a fraction of the gradient's time. It
+        sets the interval of both: the shortest interval, at most 16 steps, at which their FLOPs are this fraction of
+        the gradient's FLOPs. The batch that the layers were found with gives the number of examples. Statistics
+        include their own forward and backward pass. A FLOP of a refresh counts as three FLOPs of the gradient on a CPU
+        and as eight on accelerators, because it takes longer. Statistics and refreshes are due in each of the first
+        ten steps; then the interval doubles until it reaches its final value (see `refresh_warmup` of
+        `scale_by_kfac`). Call `observe` before the next step if `statistics_due` is true; `train_step` does this. With
+        `step_norm=None` statistics are due in every step, because then the step length depends on the inverses and
+        old inverses can make a step too long. Leave `cost` out in this case.
+      inverse_every: the interval in steps at which `observe` refreshes the inverses; see `scale_by_kfac`. None:
+        `observe` only updates the running averages, and `observe(opt_state)` without factors refreshes. "auto": the
+        interval that `cost` sets. `kfac.planning.plan` estimates intervals for other machines.
+      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or your own `Inverse`.
+        With `step_norm="spectral"` its `relative` becomes True. `Soap` preconditions the momentum of the gradients.
 
-        None: `Soap()`, and with `step_norm=None` `Cholesky()`.
-      statistics_fraction: the share of a batch that `observe` will get statistics of, `1 / k` with an integer `k`, for
-        the interval that follows from `cost`. `train_step` takes statistics of this share. None: a quarter with
-        `Soap()` and 64 examples or more, else 1. It is also 1 if the batch has arrays that all examples share. Pass 1
-        if the loss of every `k`-th example makes no sense.
-      distribution: how several devices are used; None: as `scale_by_kfac` sees them.
+        None: `Soap()`; `Cholesky()` with `step_norm=None`.
+      statistics_fraction: the fraction of the batch's examples from which `observe` gets statistics, `1 / k` with an
+        integer `k`. The interval that `cost` sets depends on this fraction. `train_step` uses it for each batch.
+        None: 1/4 if the inverse is `Soap`, the batch has at least 64 examples, and the batch contains no array that
+        all examples share; otherwise 1. Pass 1 if the loss of every `k`-th example alone makes no sense.
+      distribution: how several devices are used; see `scale_by_kfac`.
 
     Returns:
-      An optimizer like those of optax. `update` needs the parameters. It knows the curvature from `kfac.observe`;
-      until that is called, gradients are not preconditioned.
+      An optax optimizer. Its `update` needs the parameters. It does not precondition gradients until `kfac.observe`
+      has brought statistics.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or two arguments conflict.
     """
     spectral = step_norm is not None
     check_layers(layers)
@@ -152,7 +155,13 @@ def kfac(
 
 
 def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, float]:
-    """The multipliers by the first path of each layer, with or without the biases that a wrapper hides."""
+    """Return the multipliers, keyed by the path of each layer's first parameter.
+
+    The first path is the same whether or not a wrapper such as `optax.masked` hides the layer's bias.
+
+    Raises:
+      ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
+    """
     found: dict[str, float] = {}
     leaves = {path: layer.params[0] for layer in layers.with_blocks for path in layer.params}
     with_block = set(map(layers.paths.index, leaves))
@@ -168,10 +177,10 @@ INTERVAL_OPTIONS = ("step_norm", "inverse", "cost", "statistics_fraction")
 
 
 class Chosen(NamedTuple):
-    """The choices that follow from the layers.
+    """The options that `kfac` chooses from the layers.
 
     Attributes:
-      inverse: the inverse.
+      inverse: the inverse of Kronecker blocks.
       every: the number of steps from one `observe` to the next.
       share: `k`, if statistics come from every `k`-th example.
     """
@@ -189,7 +198,11 @@ def chosen(
     cost: Any = COST,
     statistics_fraction: float | None = None,
 ) -> Chosen:
-    """Choose the inverse and the interval of statistics; see `kfac` for the arguments."""
+    """Choose the inverse, the interval of statistics and their share of the examples; see `kfac` for the arguments.
+
+    Raises:
+      ValueError: an argument is out of range, or `cost` is not its default with `step_norm=None`.
+    """
     inverse = (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
     check_inverse(inverse)
     check(cost=cost)
@@ -202,14 +215,14 @@ def chosen(
 
 
 def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:
-    """Return `k`, if statistics come from every `k`-th example.
+    """Return `k`, such that statistics come from every `k`-th example.
 
-    By default 4 with `Soap`, which takes a basis from statistics and nothing else, and 64 examples or more, unless the
-    batch also has arrays that all examples share.
+    The default is 4 with `Soap`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
+    the number of examples is below 64 or unknown, or if the batch contains an array that all examples share.
     """
     if fraction is not None:
         return check_fraction("statistics_fraction", fraction)
-    # Arrays in the batch that are no examples may refer to the examples, as the nodes of a graph do.
+    # Shared arrays in the batch may refer to examples by position, like the edges of a graph.
     enough = layers.batch_argnums and not layers.shared and (layers.num_examples or 0) >= 64
     return 4 if isinstance(inverse, Soap) and enough else 1
 
@@ -217,7 +230,18 @@ def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -
 def assemble(
     layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
 ) -> Optimizer:
-    """The preconditioner with what follows it, weight decay and the learning rate."""
+    """Return the optimizer: the preconditioner and `moves`, then weight decay and the learning rate.
+
+    Args:
+      layers: the layers.
+      moves: the settings of all stages between the preconditioner and weight decay.
+      weight_decay: see `kfac`.
+      weight_decay_mask: see `kfac`.
+      preconditioner: the fields of `Options`.
+
+    Raises:
+      ValueError: an option is out of range, or two options conflict.
+    """
     options = Options(**preconditioner)
     check_options(options, moves, weight_decay, weight_decay_mask)
     before = moves.learning_rate if moves.rate_in_momentum else None
@@ -227,7 +251,7 @@ def assemble(
         if moves.momentum is not None and any(layer.kind == "skipped" for layer in layers):
             parts.append(momentum_beside_blocks(layers, moves.momentum, moves.nesterov, before))
         if weight_decay is not None:
-            # With `rate_in_momentum` what it is added to contains the rate already.
+            # With `rate_in_momentum` the step already contains the negative learning rate.
             decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
             parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
         if before is None:
@@ -238,10 +262,10 @@ def assemble(
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
-    """`tx`, which holds the preconditioner, and then `rest`, which is told of the steps that are refused."""
+    """Chain `tx`, which holds the preconditioner, and `rest`, whose state does not change in rejected steps."""
 
     def init(params):
-        # All on one mesh from the start: else the second step would be compiled anew.
+        # Place all arrays on the mesh now. Otherwise the second step would compile again.
         return placed((tx.init(params), rest.init(params)), mesh_of(params))
 
     @on_mesh
@@ -251,11 +275,11 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
             raise ValueError("opt_state is of scale_by_kfac alone: pass what init of this optimizer returned")
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         moved, second = rest.update(preconditioned, state[1], params, **extra)
-        # A refused step is none: the counts of schedules stay, like the momentum, and nothing is updated. Selected, as
-        # XLA makes a selection part of the arithmetic beside it, where kernels of a branch would have to be compiled.
+        # A rejected step changes no parameters, momentum or schedule counts. This is a selection instead of a
+        # `lax.cond`, because XLA fuses selections into the neighbouring arithmetic.
         taken = ~find_state(first, "state").refused
         second = jax.tree.map(lambda new, old: jnp.where(taken, new, old), second, state[1])
-        # In the dtype of the gradients, whatever the scalars and parameters that `rest` multiplies by.
+        # `rest` multiplies by scalars and parameters that may be wider than the gradients.
         moved = jax.tree.map(lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype), moved, updates)
         return moved, (first, second)
 
@@ -265,13 +289,20 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 def momentum_beside_blocks(
     layers: Layers, decay: ScalarOrSchedule, nesterov: bool, rate: ScalarOrSchedule | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum of skipped leaves that have a gradient, in float32 or better; with a `rate`, which comes before it."""
+    """Return the momentum of skipped leaves that have a gradient, in float32 or better.
+
+    Args:
+      layers: the layers.
+      decay: the decay of the momentum.
+      nesterov: whether to use Nesterov momentum.
+      rate: the learning rate, if its negative multiplies the gradients before the momentum; otherwise None.
+    """
     skipped = [layer for layer in layers if layer.kind == "skipped" and layer.note != UNREACHED]
     chosen = {path: shape for layer in skipped for path, shape in zip(layer.params, layer.shapes, strict=True)}
 
     def init(params):
         leaves = {path: leaf for path, leaf in leaves_by_path(params).items() if path in chosen}
-        if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
+        if not jax.tree.leaves(params):  # `optax.tree.map_params` passes a placeholder without leaves
             leaves = {path: jnp.zeros(shape) for path, shape in chosen.items()}
         return optax.TraceState({path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()})
 

@@ -1,4 +1,4 @@
-"""From preconditioned gradients to steps, in stacks of blocks: the KL clip, momentum, and the length of each step."""
+"""Turn preconditioned gradients into steps, in stacks of blocks: the KL clip, momentum and step lengths."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLik
 
 
 def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """A scalar, or a schedule at step `count`, as float32."""
+    """Return a scalar, or the value of a schedule at step `count`, as float32."""
     return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """What follows the preconditioner, in this order; without arguments nothing.
+    """The settings of the stages that follow the preconditioner, in their order. With the defaults there are no stages.
 
     Attributes:
       kl_clip: the constraint of the KL clip.
-      learning_rate: for the KL clip, and where it comes before the momentum.
-      rate_in_momentum: whether it does.
-      momentum: its decay. An inverse that takes gradients has it before the preconditioner.
-      nesterov: whether in Nesterov's form.
-      step_norm: as of `kfac.kfac`.
-      trust_ratio: as of `kfac.kfac`.
-      adaptive_layer_rates: whether each block adapts a rate of its own.
-      layer_multipliers: factors of the steps of some layers, by their first paths.
+      learning_rate: the learning rate for the KL clip, for `rate_in_momentum` and for adaptive rates. The optimizer
+        applies the learning rate after these stages, unless `rate_in_momentum` is true.
+      rate_in_momentum: whether the negative learning rate multiplies the steps before the momentum.
+      momentum: the decay of the momentum. An inverse with `takes_gradients` applies it before it preconditions.
+      nesterov: whether to use Nesterov momentum.
+      step_norm: see `kfac.kfac`.
+      trust_ratio: see `kfac.kfac`.
+      adaptive_layer_rates: whether each block adapts its own multiplier of the learning rate.
+      layer_multipliers: multipliers for the steps of some layers, keyed by the layers' first paths.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -52,7 +53,7 @@ class Moves:
 
     @property
     def set_lengths(self) -> bool:
-        """Whether the lengths of steps do not follow from the curvature alone."""
+        """Whether `step_norm` or `trust_ratio` rescales the steps."""
         return self.step_norm is not None or self.trust_ratio is not None
 
     def at(self, count: jax.Array, damping: jax.Array) -> Now:
@@ -63,11 +64,14 @@ class Moves:
         return Now(damping, limit, value_at(self.learning_rate, count), decay, coefficient)
 
     def needs_params(self, group: Group) -> bool:
-        """Whether the step of a group depends on its parameters."""
+        """Return whether the step lengths of a group depend on its parameters."""
         return self.set_lengths and bool(np.any(find_kernels(group, self).size))
 
     def length(self, layer: Layer, kernel: bool) -> float:
-        """The length of a step at a learning rate of 1: the spectral norm of a kernel, else the root mean square."""
+        """Return the length of a layer's step at a learning rate of 1, with the layer's multiplier.
+
+        The length is the spectral norm for a kernel, and the root mean square otherwise.
+        """
         multiplier = (self.layer_multipliers or {}).get(layer.params[0], 1.0)
         if not kernel:
             return multiplier * BESIDE_KERNELS
@@ -76,11 +80,12 @@ class Moves:
 
 
 class Motion(NamedTuple):
-    """What is kept of how `k` blocks move.
+    """The momentum state of `k` blocks, and their adaptive rates.
 
     Attributes:
-      momentum: `[k, d_in, d_out]`, that of the preconditioned gradients; None without, or where the inverse has one.
-      rate: `[k]`, factors of the learning rate; None without adaptive rates.
+      momentum: `[k, d_in, d_out]`, the momentum of the preconditioned gradients. None without momentum, or if the
+        inverse keeps it.
+      rate: `[k]`, multipliers of the learning rate; None without adaptive rates.
     """
 
     momentum: jax.Array | None
@@ -91,11 +96,11 @@ class Now(NamedTuple):
     """The scalars of one step.
 
     Attributes:
-      damping: the damping, for inverses that apply it at once.
-      limit: the constraint of the KL clip.
+      damping: the damping, for inverses that apply it in each step instead of at their refresh.
+      limit: the constraint of the KL clip, or None.
       rate: the learning rate.
-      momentum: its decay.
-      coefficient: the trust ratio; None without one.
+      momentum: the decay of the momentum; 0 without momentum.
+      coefficient: the trust ratio, or None.
     """
 
     damping: jax.Array
@@ -106,56 +111,59 @@ class Now(NamedTuple):
 
 
 def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:
-    """The KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with the constraint `limit` and `product = <v, g>`."""
+    """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
     length = rate * rate * product
-    # <v, g> cannot be negative; where it or the rate is zero there is nothing to constrain.
+    # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
     return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
 
 
-# The rate of a block grows if the cosine between the last direction and the gradient is above AGREES, and falls if it
-# is below TOO_FAR: by the factor `exp(FOLLOWS)` per step at most, which it reaches at a cosine FULL beyond the limit.
-# In between lie the cosines of small batches, which noise brings near zero, and those of rates tuned for the whole
-# network, whose steps go a little too far along the sharpest directions. They say nothing about the rate.
+# A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
+# cosine is below TOO_FAR. It changes by at most a factor `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
+# Cosines between the bounds say nothing about the rate. With small batches, noise brings cosines near zero. With a
+# learning rate that is tuned for the whole network, steps go a little too far along the sharpest directions.
 AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
-# What an early step has said expires: the logarithm of a rate loses this share per step. Otherwise rates that grow in
-# the first steps stay large. With small batches, the noise of late steps then costs more than the first ones gained.
+# The share that a rate's logarithm loses per step. Without this, rates that grow in the first steps would stay large.
+# With small batches, the noise in late steps would then cost more than the first steps gained.
 FORGETS = 0.02
 FASTEST = 4.0
 
 
 def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
-    """The rates of blocks, 1 to `FASTEST`: higher if the last direction still goes down, lower if it has gone too far.
+    """Return the updated rates of blocks, each from 1 to `FASTEST`.
+
+    A rate grows if the loss still falls along the last direction, and falls if the last step went too far.
 
     Args:
-      rate: `[k]`.
+      rate: `[k]`, the rates before the step.
       angle: `[k]`, the cosines between the last directions and the gradients.
-      full: whether the learning rate is that of the whole schedule: while it rises, or when it has fallen to less than
-        half, short steps say nothing of what it multiplies.
+      full: whether rates may grow: the learning rate does not rise and is at least half of its maximum so far. At
+        smaller learning rates steps are short, and say nothing about the rate that fits a full learning rate.
     """
     beyond = jnp.minimum(angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0))
     new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
     return jnp.clip(new, 1, FASTEST).astype(rate.dtype)
 
 
-# A gradient is taken to be at a right angle to its kernel where the cosine is below this over the root of their size.
-# Where the scale of a kernel matters, one in twelve is so by chance (Heo et al. 2021, arXiv:2006.08217).
+# A gradient counts as orthogonal to its kernel if their cosine is below RIGHT_ANGLE / sqrt(size of the kernel). If the
+# scale of a kernel matters, one gradient in twelve meets this condition by chance (Heo et al. 2021, arXiv:2006.08217).
 RIGHT_ANGLE = 0.1
 
 # The root mean square of the step of a parameter that is not a kernel, relative to the learning rate.
 BESIDE_KERNELS = 0.1
 
-# If less than this share of the squares in an update is left without its component along the kernel, that may be
-# rounding alone. The step is then shorter than it should be.
+# If less than this share of a step's squared norm remains without the component along the kernel, the remainder may be
+# rounding error. The step is then made shorter than its target length.
 LEAST_LEFT = 1e-4
 
 
 class Kernels(NamedTuple):
-    """What the lengths of steps need to know of each of `k` blocks.
+    """The properties of `k` blocks that their step lengths depend on, arrays `[k]`.
 
     Attributes:
-      size: the entries of the kernel that a block is, or is a piece of; 0 of what is no kernel.
-      width: the rows of the block that are not the bias.
-      length: of its step, see `Moves.length`.
+      size: the whole kernel's number of elements, also if the block is a piece of the kernel; 0 if the block belongs
+        to no kernel.
+      width: the number of rows in the block that belong to the kernel, without bias and padding.
+      length: the target length of the step; see `Moves.length`.
     """
 
     size: Any
@@ -164,7 +172,7 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(group: Group, moves: Moves) -> Kernels:
-    """Returns what the lengths of steps need to know of the blocks of a group."""
+    """Return the `Kernels` of a group's blocks."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         kernel = group.block.kernel and not (moves.step_norm is not None and layer.kind == "embedding")
@@ -175,15 +183,16 @@ def find_kernels(group: Group, moves: Moves) -> Kernels:
 
 
 class Stack(NamedTuple):
-    """A group whose steps get lengths.
+    """A group's stacks, as `lengthened` takes them.
 
     Attributes:
-      updates: `[k, d_in, d_out]`.
-      params: likewise; None where no block is a kernel.
-      gradients: those of the whole batch, likewise.
-      kernels: arrays `[k]`, or `[1]` where all blocks are alike.
-      by_row: whether rows are leaves of their own.
-      whole: what makes sums over pieces, `[sums, k]`, sums over their kernels.
+      updates: `[k, d_in, d_out]`, the steps before their lengths are set.
+      params: `[k, d_in, d_out]`, the parameters; None if no block is a kernel.
+      gradients: `[k, d_in, d_out]`, averaged over the whole batch.
+      kernels: arrays `[k]`, or `[1]` if all blocks have the same properties.
+      by_row: whether each row of a block is a separate leaf.
+      whole: a function from sums over pieces, `[sums, k]`, to sums over the kernels that these pieces belong to, of
+        the same shape. None if each block is a whole kernel.
     """
 
     updates: jax.Array
@@ -195,26 +204,27 @@ class Stack(NamedTuple):
 
     @property
     def inside(self) -> jax.Array:
-        """`[k, d_in, 1]`: which rows are the kernel's."""
+        """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
         return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.kernels.width, self.updates)
 
 
 def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
-    """Rescale the step of each block to a fixed length: curvature and gradient set only its direction.
+    """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
-    by as much in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). A
-    convolution applies its kernel in each of the `overlap` windows that hold a position, hence its factor. The bias is
-    scaled like its kernel. The step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS`, over
-    the elements that move. A block whose gradient is zero does not move: its momentum would be made as long as ever.
+    equally in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). A
+    convolution applies its kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled
+    like its kernel. The step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS`, over its
+    nonzero elements. These lengths include the layer's multiplier. A block with a zero gradient gets a zero step,
+    because its momentum, however small, would be rescaled to the full length.
 
-    With a `coefficient`, the trust ratio, the step of each kernel gets that times the kernel's own norm, as with
-    `optax.scale_by_trust_ratio`, and nothing else changes.
+    With a `coefficient`, the trust ratio, the norm of each kernel's step becomes `coefficient` times the kernel's norm,
+    as in `optax.scale_by_trust_ratio`. No other step changes.
 
-    In either case a kernel's step first loses its component along the kernel, if only the kernel's direction matters.
+    In either case, if only the kernel's direction matters, its step first loses the component along the kernel.
 
     Args:
-      stacks: the groups, by name.
+      stacks: the groups' stacks, by group name.
       coefficient: the trust ratio, a scalar, or None.
 
     Returns:
@@ -226,7 +236,7 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
         return steps
     sums = {name: _sums(x) for name, x in chosen.items()}
     sizes = [len(x.uu) for x in sums.values()]
-    # The numbers of all groups are worked on as one vector: each operation is then one kernel.
+    # Join all groups' sums in one vector, so that each operation compiles to a single device kernel.
     joined = BlockSums(*map(jnp.concatenate, zip(*sums.values(), strict=True)))
     parts = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (_radial(joined), _ratio_beside_kernels(joined))]
     for (name, x), radial, ratio in zip(chosen.items(), *parts, strict=True):
@@ -245,17 +255,20 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
 
 
 class BlockSums(NamedTuple):
-    """Sums over each block, or each row, of updates `u`, kernels `w` and gradients `g`: vectors of one length.
+    """Sums over the elements of each block, or of each row with `by_row`, as vectors of equal length.
+
+    Here `u` are updates, `w` kernels and `g` gradients. If blocks are pieces of a kernel, each has the sums over the
+    whole kernel. In stacks with kernels, only `moving` and the test for zero gradients include biases.
 
     Attributes:
-      uu: the sum of `u^2`; without biases where there are kernels.
-      uw: of `u w`; like the next three 0 for other leaves.
-      ww: of `w^2`.
-      gw: of `g w`.
-      gg: of `g^2`.
-      moving: how many `u` are not zero.
-      size: the elements of the kernel; 0 for other leaves.
-      length: of the step, see `Moves.length`; 0 if all `g` are zero.
+      uu: `sum u^2`.
+      uw: `sum u w`; 0 if the block is not a kernel.
+      ww: `sum w^2`; 0 if the block is not a kernel.
+      gw: `sum g w`; 0 if the block is not a kernel.
+      gg: `sum g^2`; 0 in stacks without kernels.
+      moving: the number of nonzero `u`.
+      size: the whole kernel's number of elements; 0 if the block is not a kernel.
+      length: the target length of the step, see `Moves.length`; 0 if all `g` are zero.
     """
 
     uu: jax.Array
@@ -290,27 +303,28 @@ def _sums(x: Stack) -> BlockSums:
 
 
 def _radial(s: BlockSums) -> jax.Array:
-    """How many times the kernel is in the step, if only its direction matters to the loss; else 0.
+    """Return `<u, w> / <w, w>` if only the kernel's direction matters to the loss, and 0 otherwise.
 
-    The gradient is then orthogonal to the kernel. The component of the step along it would change nothing but the
+    The gradient is then orthogonal to the kernel, and the step's component along the kernel would only change the
     kernel's norm.
     """
-    # Root by root, as the product of the squares may leave the range of float32.
+    # Take the roots first, because the product of the squares may leave the range of float32.
     bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
 
 def _ratio_beside_kernels(s: BlockSums) -> jax.Array:
-    """The factor that gives the elements that move their root mean square."""
+    """Return the factor that gives the step's nonzero elements the root mean square `length`."""
     return _ratio(s.length * jnp.sqrt(s.moving), s.uu)
 
 
 def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
-    """The factors `[k]` that give kernels their spectral norm.
+    """Return the factors `[k]` that give kernels' steps their spectral norms.
 
-    Pieces of a kernel share one factor, from the root of the sum of their squared spectral norms. That is at least the
-    kernel's norm, so its step may be too short, by the root of the number of pieces at most.
+    The pieces of a kernel share a factor that is computed from `sqrt(sum_i sigma_i^2)`, where `sigma_i` is the spectral
+    norm of piece `i`. This root is at least the spectral norm of the whole step, and at most `sqrt(pieces)` times
+    larger. So the step may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
     squares = jnp.stack([jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
@@ -320,7 +334,7 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
 
 
 def _trust_ratio(x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array) -> jax.Array:
-    """The factors `[k]` that give steps `coefficient` times the norm of their kernels; 1 where either norm is zero."""
+    """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
     (left,) = left if x.whole is None else x.whole(left)
     ratio = _ratio(coefficient * jnp.sqrt(s.ww), jnp.maximum(left, LEAST_LEFT * s.uu))
@@ -331,16 +345,20 @@ POWER_ITERATIONS = 6
 
 
 def spectral_norm(stack: jax.Array) -> jax.Array:
-    """Estimate the largest singular values of `[k, m, n]` from below, by power iterations from a fixed vector."""
+    """Estimate the largest singular values of matrices `[k, m, n]` from below.
+
+    Run `POWER_ITERATIONS` power iterations from a fixed vector.
+    """
 
     def iterate(vector):
         image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))
         return jnp.einsum("kmn,km->kn", stack, _normalised(image))
 
-    # No symmetry of a network makes this vector orthogonal to the largest singular vector.
+    # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
     vector = iterate(jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start))))
-    # A loop compiles its body once. The first iteration has made the vector vary over devices like the stack.
+    # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
+    # the same mesh axes as the stack.
     vector = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector)
     return jnp.linalg.norm(vector, axis=-1)
 
@@ -351,10 +369,10 @@ def _normalised(vectors: jax.Array) -> jax.Array:
 
 
 def _ratio(length: jax.Array, square: jax.Array) -> jax.Array:
-    """The factor that makes a norm, whose square is given, equal to `length`; 0 if it is zero."""
+    """Return `length / sqrt(square)`, the factor that scales a norm to `length`; 0 if `square` is 0."""
     return _quotient(length, jnp.sqrt(square))
 
 
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b`, or 0 where `b` is 0."""
+    """Return `a / b`, or 0 where `b` is 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

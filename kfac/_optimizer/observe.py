@@ -1,4 +1,4 @@
-"""`observe`: the statistics of a batch go into the running averages of a state, and these into new inverses."""
+"""`observe`: update an optimizer state's running averages with a batch's statistics, and refresh its inverses."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from kfac._varying import on_mesh
 
 @on_mesh
 def observe(opt_state: Any, factors: Factors | None = None) -> Any:
-    """Take the statistics of a batch into the state of an optimizer, and refresh its inverses.
+    """Update the running averages in an optimizer state with a batch's statistics, and refresh its inverses.
 
-    Call it before the step whenever `statistics_due` says so::
+    Call it before the step whenever `statistics_due` is true::
 
         @jax.jit
         def observe(opt_state, params, batch):
             return kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
 
     The running averages become `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = factor_decay^k` if the last
-    statistics are `k` steps old. Then the inverses are refreshed, if `inverse_every=` of the optimizer has come to an
-    end. A block with non-finite statistics leaves them out, and a block whose inversion fails keeps its last inverse;
-    `diagnostics` counts both.
+    statistics are `k` steps old. Then the inverses are refreshed, if they are due by the optimizer's `inverse_every=`.
+    A block ignores non-finite statistics and keeps its average. If its inversion fails, a block keeps its last inverse.
+    `diagnostics` counts both failures.
 
-    On several devices, call it where `update` of the optimizer is called: inside the same `jax.shard_map` or
-    `jax.pmap` with the device's own factors, or under `jit` over a mesh with those of the whole batch.
+    On several devices, call it where the optimizer's `update` is called. Inside `jax.shard_map` or `jax.pmap`, pass the
+    device's own factors. Under `jit` over a mesh, pass the factors of the whole batch.
 
     Args:
-      opt_state: any tree that holds the state of `kfac.kfac` or `kfac.scale_by_kfac`: of a chain, a wrapper such as
-        `optax.MultiSteps`, a flax `TrainState`. If it holds several, each takes the factors of its own layers. A flax
-        `nnx.Optimizer` is changed in place.
+      opt_state: any tree that holds a state of `kfac.kfac` or `kfac.scale_by_kfac`, such as the state of a chain, of a
+        wrapper like `optax.MultiSteps`, or a flax `TrainState`. If it holds several states, each takes the factors of
+        its own layers. A flax `nnx.Optimizer` is changed in place.
       factors: the statistics, from `kfac.statistics` or `kfac.value_and_grad`. None refreshes all inverses from the
-        running averages as they are, whatever `inverse_every=` is.
+        present running averages, whatever `inverse_every=` is.
 
     Returns:
-      `opt_state` with the new state in its place. Gradients, parameters and counts of steps are untouched.
+      `opt_state` with the new state in place of the old state. Everything else, such as accumulated gradients,
+      parameters and step counts, is unchanged.
 
     Raises:
-      ValueError: `opt_state` holds no such state, `factors` are of other layers, or the state is one for another number
-        of devices.
+      ValueError: `opt_state` holds no such state, `factors` do not fit the layers or the inverse, or the state has been
+        initialised for another number of devices.
     """
     states = find_nodes(opt_state, KfacState)
     if not states:
@@ -88,7 +89,7 @@ def _own(state: KfacState, factors: Factors) -> Factors:
 
 
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
-    """Observe with one state and the factors of its layers."""
+    """Observe with a single state and the factors of its layers."""
     settings = state.settings
     if factors is not None:
         check = functools.partial(check_factors, layers=settings.found, inverse=settings.inverse)
@@ -103,7 +104,18 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
 
 
 def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:
-    """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers whose bias is hidden."""
+    """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers with a hidden bias.
+
+    If `A` is cut into blocks, the entries of the 1 become zero instead, so that all blocks keep their shape.
+
+    Args:
+      factors: the statistics of `found`.
+      found: the layers as `find_layers` returned them.
+      layers: the layers without the biases that a wrapper hides from the optimizer.
+
+    Raises:
+      ValueError: such a layer has `Tied` statistics or moments, which cannot be separated from the bias.
+    """
     blocks = dict(factors)
     for layer in found:
         d_in = layers[layer.name].d_in
@@ -117,7 +129,7 @@ def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Fact
         if "A" in layer.diagonal:
             A = block.A.at[..., -1].set(0)[..., :d_in]
         elif layer.cut[0] > 1:
-            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # where the 1 is in the last block
+            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # the row of the 1 in the last block
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
             A = block.A[..., :d_in, :d_in]

@@ -1,4 +1,4 @@
-"""The options of the optimizer that do not go together, and what each of them may be."""
+"""The optimizer's options, with checks for values out of range and for conflicts between options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
 
-# For each pair of options that do not go together: whether they are there, and what to say, with their values.
+# For each conflict between options: a predicate on all options, and the error message as a format string.
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda o: isinstance(o.trust_ratio, str) and o.trust_ratio == "auto",
@@ -57,7 +57,7 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
-# What may be None.
+# Options that may be None, and are then not checked.
 LEFT_OUT = (
     "momentum", "step_norm", "trust_ratio", "kl_clip", "layer_multipliers", "weight_decay", "inverse_every",
     "refresh_warmup",
@@ -65,7 +65,7 @@ LEFT_OUT = (
 
 
 class Options(NamedTuple):
-    """The options of the preconditioner, as `scale_by_kfac` explains them."""
+    """The preconditioner's options; see `scale_by_kfac`."""
 
     damping: ScalarOrSchedule
     inverse: Inverse
@@ -78,7 +78,7 @@ class Options(NamedTuple):
 
 
 def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:
-    """Raises a `ValueError` where an option is out of range, or two do not go together."""
+    """Raise a `ValueError` if an option is out of range, or if two options conflict."""
     mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
     if isinstance(mask, bool | jax.Array) or not (callable(mask) or all(isinstance(x, bool) for x in leaves)):
         raise ValueError(

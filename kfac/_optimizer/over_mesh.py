@@ -1,8 +1,8 @@
-"""The step over a mesh, from outside of the `shard_map` in which it is made.
+"""Run the step and `observe` under `jit` over a mesh, by opening a `shard_map`.
 
-Where gradients are split over the mesh, as by FSDP or tensor parallelism, the stacks of groups are laid out over their
-owners here. XLA takes them there from wherever their leaves lie, by an all-to-all if these are split over the same
-devices, and the results back. Kernels go without their biases: XLA would move them once more to join the two.
+If gradients are split over the mesh, as in FSDP or tensor parallelism, this module lays out each group's stack over its
+owners. XLA moves the leaves to the owners and the results back. It uses an all-to-all if the leaves are split over the
+same devices. Kernels and biases go in separate stacks, because joining them would make XLA move the kernels again.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kfac._varying import lying_as, replicated, whole
 
 @dataclasses.dataclass(frozen=True)
 class OverMesh:
-    """How what a step needs lies over a mesh.
+    """The step and `observe` over a mesh.
 
     Attributes:
-      config: what is fixed.
+      config: the fixed settings of a step.
       mesh: the mesh.
-      shards: how groups are dealt to devices.
-      splits: how leaves are split, by path, where that is known but types do not tell it.
+      shards: how each group's blocks are assigned to devices.
+      splits: the `PartitionSpec`s of leaves by path, on automatic axes, where the leaves' types do not contain them.
     """
 
     config: Config
@@ -53,7 +53,17 @@ class OverMesh:
     splits: dict[str, PartitionSpec]
 
     def step(self, updates: Any, params: Any, state: KfacState, now: Now) -> tuple[Any, KfacState]:
-        """Run `preconditioned_step` on the devices. On explicit axes the results are laid out as `updates`."""
+        """Run `preconditioned_step` on every device.
+
+        Args:
+          updates: the gradients.
+          params: the parameters, or None if step lengths do not depend on them.
+          state: the state before the step.
+          now: the scalars of the step.
+
+        Returns:
+          The steps and the state after the step. The steps keep the shardings of `updates` on explicit axes.
+        """
         config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.way.owners)
         states, leaves = state_spec(config.way.owners), self.owned(updates)
         split = config.way.owners and self.is_split(leaves)
@@ -61,7 +71,7 @@ class OverMesh:
         def laid_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree), {})
 
-        gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # the specs of such
+        gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # specs in place of arrays
         in_specs = gradients, gradients, states, same
         on_device = functools.partial(preconditioned_step, config)
         step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
@@ -70,7 +80,7 @@ class OverMesh:
         return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
 
     def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
-        """Run `observe_here` on the devices."""
+        """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
         config, states = self.config, state_spec(self.config.way.owners)
         on_device, over = functools.partial(observe_here, config), PartitionSpec(config.way.owners)
         if factors is None:
@@ -87,11 +97,15 @@ class OverMesh:
         return observe(state, stacks)
 
     def owned(self, updates: Any) -> dict[str, jax.Array]:
-        """The leaves that owners alone precondition, by path."""
+        """Return the leaves that only their owners precondition, by path."""
         return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.owned_paths}
 
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
-        """Tells whether gradients go to owners alone: they are split, all owners' axes and dtypes of a stack alike."""
+        """Return whether each gradient is sent to its owner only, instead of being replicated.
+
+        This is the case if a leaf is split, all owner axes have the same type (automatic or explicit), and the leaves
+        in each stack share a dtype.
+        """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         dtypes = [_dtypes(part, leaves) for group in self.config.owned for part in group.by_leaf]
         if len({kinds[name] for name in self.config.way.owners}) > 1 or any(len(alike) > 1 for alike in dtypes):
@@ -99,7 +113,10 @@ class OverMesh:
         return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
 
     def statistics_to_owners(self, state: KfacState, factors: Factors) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """Lay out packed statistics and gradients: blocks with owners at their slots, the others on all devices."""
+        """Stack packed statistics and gradients for `observe_here`.
+
+        Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
+        """
 
         def lay_out(stacks):
             return {n: self.over_owners(x, self.shards[n]) if n in self.shards else x for n, x in stacks.items()}
@@ -109,8 +126,12 @@ class OverMesh:
         return lay_out(stack_packed(self.config, factors)), lay_out(gradients)
 
     def to_owners(self, updates: Any) -> Gradients:
-        """Lays out gradients: blocks with owners at the positions of these, the others on all devices."""
-        # First as the parameters lie: XLA would add up each use of a leaf, and all turns of a scan, on every device.
+        """Stack gradients: blocks with owners lie in their owners' slots, all other leaves are replicated.
+
+        A scalar replaces each skipped leaf: 0 if the leaf is finite, otherwise NaN.
+        """
+        # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
+        # and from each iteration of a scan, on every device.
         updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
         owned = self.owned(updates)
 
@@ -135,7 +156,14 @@ class OverMesh:
         return Gradients(replicated(map_by_path(rest, updates)), stacks)
 
     def from_owners(self, new: Gradients, updates: Any) -> Any:
-        """What has become of `updates`, lying as they do; skipped leaves are as they were."""
+        """Return the steps in the structure and layout of `updates`; skipped leaves are unchanged.
+
+        This is the inverse of `to_owners`.
+
+        Args:
+          new: the steps of all blocks.
+          updates: the gradients.
+        """
         owned = self.owned(updates)
 
         def split(stacks):
@@ -143,7 +171,8 @@ class OverMesh:
             for group in self.config.owned:
                 across, places = self.across(group.layers[0])[::-1], self.shards[group.name].places
                 for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
-                    # Laid out as the leaves lie, which XLA knows, before it is cut.
+                    # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
+                    # free, and knows how the leaves lie.
                     starts = {start: jnp.int32(start) for start in part.starts}
                     leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
             return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
@@ -159,9 +188,10 @@ class OverMesh:
         return map_by_path(back, updates)
 
     def across(self, layer: Layer) -> tuple[Any, Any]:
-        """How rows and columns of a kernel are laid out while it is cut into pieces for its owners.
+        """Return the specs of a kernel's `d_out` and `d_in` axes while the kernel is cut into pieces for its owners.
 
-        A kernel that is cut along one side is split along the other, so that a device cuts what it has.
+        A kernel that is cut along a single axis is split over devices along the other axis, so that each device cuts
+        only its own part. If the devices do not divide the other axis, or both axes are cut, XLA chooses the layout.
         """
         owners, free = self.config.way.owners, PartitionSpec.UNCONSTRAINED
         devices = math.prod(self.mesh.shape[name] for name in owners)
@@ -172,31 +202,32 @@ class OverMesh:
         return free, free
 
     def over_owners(self, stacks: Any, shard: Shard) -> Any:
-        """Blocks `[k, ...]` at the positions of all devices in a row."""
+        """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
         return jax.tree.map(lambda x: self.lying(_picked(x, shard.order), self.config.way.owners), stacks)
 
     def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
-        """An array laid out over the mesh; as it is where nothing is known of one of its axes."""
+        """Constrain an array's layout to `spec`, or return the array unchanged if `spec` contains `UNSEEN`."""
         if UNSEEN in spec:
             return x
-        around = jax.sharding.get_abstract_mesh()  # with explicit axes, the same mesh as if they were not
+        # Inside `whole` the current mesh is this mesh with its explicit axes made automatic.
+        around = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if around.empty else around
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-UNSEEN = "unseen"  # for an axis of which nothing is known
+UNSEEN = "unseen"  # in the place of an unknown spec
 
 
 def mesh_to_open(uses: Distribution, state: KfacState, tree: Any) -> tuple[Way, Mesh | AbstractMesh | None]:
-    """Return how blocks lie on devices, and the mesh over which a `shard_map` is to be opened, if any."""
+    """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
     way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
     if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
-        mesh = None  # XLA shares out what one device does
+        mesh = None  # XLA partitions the program of a single device
     return way, mesh
 
 
 def init_over_mesh(config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
-    """The state before the first step, lying on a mesh."""
+    """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.way.owners)
     init = jax.shard_map(
@@ -206,16 +237,16 @@ def init_over_mesh(config: Config, settings: Settings, mesh: Mesh | AbstractMesh
     state = state._replace(splits=Splits(find_splits(params) or config.layers.splits))
     if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
         return state
-    # Under `jit` a state that depends on no argument would be one of no mesh.
+    # Under `jit` a state that depends on no argument would not be on the mesh.
     smallest = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
     return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
 
 
 def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
-    """`stack[index]`, which XLA need not move where that changes nothing."""
+    """Return `stack[index]`, or `stack` itself if the order is the same, so that XLA moves nothing."""
     return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
 
 
 def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> set[Any]:
-    """Returns the dtypes of a group; none if `optax.masked` has left nothing of it."""
+    """Return the dtypes of a group's leaves; an empty set if `optax.masked` hides all of them."""
     return {leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves}

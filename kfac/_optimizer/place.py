@@ -1,4 +1,4 @@
-"""The fixed settings of a step, and the blocks that one device holds."""
+"""Define the fixed settings of a step and the blocks that each device holds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kfac._factors import per_block
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 
-Vectors = dict[str, jax.Array]  # for each group `[k]`, a number for each block
+Vectors = dict[str, jax.Array]  # by group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`
 
 
 def join(vectors: Iterable[jax.Array]) -> jax.Array:
-    """Join a zero and the numbers of all groups: reduced together, they take one kernel instead of many."""
-    # Without a barrier XLA reduces the parts one by one.
+    """Concatenate a zero and all groups' numbers, so that a single kernel can reduce them."""
+    # Without the barrier, XLA reduces the parts separately.
     return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
 
 
@@ -33,11 +33,11 @@ class Config:
 
     Attributes:
       layers: the layers.
-      groups: their groups.
-      inverse: the inverse of Kronecker blocks.
-      way: how blocks lie on devices here.
-      moves: the settings of everything after the preconditioner.
-      local: whether gradients are still to be averaged.
+      groups: the layers' groups of equal block shape.
+      inverse: the inverse for Kronecker blocks.
+      way: how blocks are distributed over devices, and the communication between the devices.
+      moves: the settings of the stages after the preconditioner.
+      local: whether gradients still have to be averaged over devices.
     """
 
     layers: Layers
@@ -49,7 +49,7 @@ class Config:
 
     @functools.cached_property
     def owned_paths(self) -> frozenset[str]:
-        """The leaves that their owners alone precondition."""
+        """The paths of the leaves whose blocks have owners."""
         return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
 
     @functools.cached_property
@@ -60,11 +60,11 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The blocks that one device holds.
+    """The blocks that a device holds.
 
     Attributes:
       config: the fixed settings.
-      shards: how Kronecker groups are dealt to devices.
+      shards: the assignment of each Kronecker group's blocks to devices.
     """
 
     config: Config
@@ -72,10 +72,10 @@ class Place:
 
     @functools.cached_property
     def owns(self) -> Vectors:
-        """For each group `[positions]`: whether the block there is this device's own. All own blocks without owners."""
+        """For each group `[positions]`: whether this device owns the block there; True for groups without owners."""
         of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
         return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
 
     def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
-        """Set a stack to zero where the block is not this device's own."""
+        """Set the blocks of a stack that this device does not own to zero."""
         return jnp.where(per_block(self.owns[name], stack), stack, 0)

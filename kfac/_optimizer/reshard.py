@@ -1,4 +1,4 @@
-"""A state on other numbers of devices, and how it lies on a mesh."""
+"""Move optimizer states to other numbers of devices, and give their shardings over a mesh."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
 def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
-    """`PartitionSpec`s of an optimizer state, for `in_specs` and `out_specs` of `jax.shard_map` or shardings of `jit`.
+    """Return the `PartitionSpec`s of an optimizer state.
+
+    They can be `in_specs` and `out_specs` of `jax.shard_map`, or give the shardings for `jax.jit`.
 
     Args:
-      tx: the optimizer: `kfac`, or any chain that holds `scale_by_kfac`.
-      params: the parameters, arrays or `jax.ShapeDtypeStruct`.
-      axis_name: the axis given to the optimizer; with `owners=` those.
+      tx: the optimizer: `kfac`, or any chain that contains `scale_by_kfac`.
+      params: the parameters, arrays or `jax.ShapeDtypeStruct`s.
+      axis_name: the optimizer's axis of devices. If `Distribution(owners=...)` names axes, pass these axes instead.
 
     Returns:
-      A tree prefix of the state, in which Kronecker blocks are split along the axis, and everything else is the same on
-      all devices.
+      A tree prefix of the state. It splits Kronecker blocks along the axis and replicates everything else.
 
     Raises:
-      ValueError: `tx` is no optimizer.
+      ValueError: if `tx` is not an optimizer.
     """
     _check_optimizer(tx)
     state = jax.eval_shape(tx.init, params)
@@ -51,17 +52,17 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         with jax.set_mesh(mesh):
             opt_state = jax.jit(tx.init, out_shardings=kfac.state.shardings(tx, params))(params)
 
-    Kronecker blocks are split over the devices that own them. Everything else has a copy on every device.
+    Kronecker blocks are split over their owners. Everything else is replicated.
 
     Args:
       tx: the optimizer: `kfac`, or any chain or wrapper around it.
-      params: the parameters on the mesh, arrays or `jax.ShapeDtypeStruct` with `sharding=`.
+      params: the parameters on the mesh, arrays or `jax.ShapeDtypeStruct`s with `sharding=`.
 
     Returns:
       A tree like the state, with a `NamedSharding` for each array.
 
     Raises:
-      ValueError: `tx` is no optimizer, or `params` are not on a mesh.
+      ValueError: if `tx` is not an optimizer, or if `params` are not on a mesh.
     """
     _check_optimizer(tx)
     mesh = mesh_of(params)
@@ -86,27 +87,29 @@ def _check_optimizer(tx: Any) -> None:
 
 
 def state_spec(axis_name: AxisName) -> KfacState:
-    """The `PartitionSpec`s of a `KfacState`; each stands for the whole subtree below it."""
+    """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
     specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
     return KfacState(**specs | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)})
 
 
 def gather_state(opt_state: Any) -> Any:
-    """An optimizer state as one device alone would hold it: what to write to a checkpoint.
+    """Convert an optimizer state to the state of a single device, for a checkpoint.
 
-    Jit-compatible. With several processes, call it under `jax.jit` with replicated `out_shardings`; a state of `pmap`
-    has to be put together from the processes' parts first (the guide to several devices shows how).
+    The function is jit-compatible. With several processes, call it under `jax.jit` with replicated `out_shardings`.
+    With several processes and `pmap`, first assemble the state from the processes' parts (see the guide to several
+    devices).
 
     Args:
-      opt_state: the state as it is outside of `shard_map` or `pmap` (there, with its leading axis of devices).
+      opt_state: the state as it is outside `shard_map` or `pmap`. A state from `pmap` has a leading axis of devices.
 
     Returns:
-      The state for one device; `scatter_state` brings it onto any number of them.
+      The state for a single device. `scatter_state` converts it to any number of devices.
 
     Raises:
-      ValueError: there is no state of `scale_by_kfac` in `opt_state`, or it is not that of all devices.
+      ValueError: if `opt_state` contains no state of `scale_by_kfac`, or if the state does not hold all devices'
+        blocks.
     """
-    if some_states(opt_state, "opt_state")[0].count.ndim:  # of pmap
+    if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
         opt_state = on_nodes((Owned, Segment), _in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
@@ -114,7 +117,7 @@ def gather_state(opt_state: Any) -> Any:
             _check_row(owned)
         node = _each_device(opened, replicated(node))
         owned = {name: _gather_owned(owned) for name, owned in node.owned.items()}
-        # Bases can be had from the blocks again.
+        # `scatter_state` recomputes the bases from the blocks.
         settings = dataclasses.replace(node.settings, distribution=Distribution())
         return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits(), settings=settings)
 
@@ -124,23 +127,24 @@ def gather_state(opt_state: Any) -> Any:
 def scatter_state(
     portable: Any, num_devices: int, *, pmap: bool = False, distribution: Distribution | None = None
 ) -> Any:
-    """A state from `gather_state`, for any number of devices.
+    """Distribute a state from `gather_state` over any number of devices.
 
-    Jit-compatible. The result is the global form that `shard_map` and `jit` over a mesh take: place it with
-    `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function; on explicit axes it has to be.
+    The function is jit-compatible. The result has the global form for `shard_map` and for `jit` over a mesh. Shard it
+    with the specs from `state_specs`, if possible as `out_shardings` of a `jax.jit` around this function. A mesh with
+    explicit axes requires these `out_shardings`.
 
     Args:
-      portable: what `gather_state` returned.
-      num_devices: length of the optimizer's axis, with `owners=` of those; without one `portable` is the state, as it
-        is.
-      pmap: return the form of `jax.pmap` instead, with a leading axis of devices on every array.
+      portable: the state that `gather_state` returned.
+      num_devices: the number of devices along the optimizer's axis, or along its `owners=` axes. An optimizer without
+        an axis of devices can use `portable` itself as its state.
+      pmap: whether to return the form for `jax.pmap`, which has a leading axis of devices on every array.
       distribution: the `distribution=` of the optimizer, if it has one.
 
     Returns:
-      The state. It holds the same numbers, so that training goes on as it would have.
+      The state. It holds the same numbers as the original state, so training continues as if it had not been moved.
 
     Raises:
-      ValueError: `num_devices` is not a positive int, or `portable` is not what `gather_state` returns.
+      ValueError: if `num_devices` is not a positive int, or if `portable` is not a state for a single device.
     """
     check(num_devices=num_devices)
     check_distribution(distribution)
@@ -168,17 +172,20 @@ def scatter_state(
 
 
 def _in_a_row(tree: Any) -> Any:
-    """Arrays `[devices, k, ...]` as `[devices k, ...]`."""
+    """Reshape arrays `[devices, k, ...]` to `[devices * k, ...]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
 def _by_device(devices: int, tree: Any) -> Any:
-    """The inverse of `_in_a_row`."""
+    """Reshape arrays `[devices * k, ...]` to `[devices, k, ...]`."""
     return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
 
 
 def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) -> KfacState:
-    """`opened` or `closed` of the part of each device, from outside, where some groups are in segments."""
+    """Apply `opened` or `closed` to each device's part of a global state.
+
+    A state in which every group has at least as many blocks as devices is returned unchanged.
+    """
     devices = next((owned.shard.devices for owned in state.owned.values() if owned.form is not None), None)
     if devices is None:
         return state
@@ -193,7 +200,7 @@ def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) ->
 
 
 def some_states(opt_state: Any, argument: str) -> list[KfacState]:
-    """Return the K-FAC states in a tree; raise if there is none."""
+    """Return the K-FAC states in a tree. Raise a `ValueError` if there is no such state."""
     states = find_nodes(opt_state, KfacState)
     if not states:
         raise ValueError(f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}")
@@ -201,7 +208,7 @@ def some_states(opt_state: Any, argument: str) -> list[KfacState]:
 
 
 def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """`fn` of the nodes of a type, or of several, in a tree, `other` of all other leaves."""
+    """Map `fn` over the nodes of the given type or types in a tree, and `other` over all other leaves."""
 
     def mapped(node):
         return fn(node) if isinstance(node, kind) else other(node)

@@ -1,4 +1,4 @@
-"""The preconditioner as an optax gradient transformation."""
+"""Provide the preconditioner as an optax gradient transformation."""
 
 from __future__ import annotations
 
@@ -57,41 +57,45 @@ def scale_by_kfac(
     The gradient `V` of a layer in matrix form becomes `(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1` with damping `l`
     and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters
     are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping`. Skipped parameters pass
-    through unchanged. So do all parameters until the first `kfac.observe`, which takes statistics into the running
-    averages and refreshes the inverses.
+    through unchanged. All other parameters pass through unchanged until the first `kfac.observe`, which takes
+    statistics into the running averages and refreshes the inverses.
 
-    On several devices every Kronecker block has an owner. Statistics are averaged to the owners, which invert and
-    precondition. Gradients are averaged already (`lax.pmean`); if `jax.shard_map` knows that they differ, they are
-    averaged here, at the owners alone. A state of one device, made outside of `jax.shard_map`, has no owners: there
-    every device does everything, with averaged statistics.
+    On several devices, every Kronecker block has an owner. Statistics are averaged to the owners, which invert the
+    blocks and precondition the gradients. `update` expects gradients that are averaged already (`lax.pmean`). If
+    `jax.shard_map` knows that the gradients differ between devices, `update` averages them; it averages the gradients
+    of Kronecker blocks at the owners only. A state for a single device, made outside `jax.shard_map`, has no owners.
+    With such a state, every device inverts and preconditions all blocks, with averaged statistics.
 
     A block with non-finite statistics leaves them out of its average. A block whose factorisation fails, even with ten
-    times the damping, keeps its last inverse. A step with a non-finite gradient changes nothing. `diagnostics` counts
-    all three.
+    times the damping, keeps its last inverse. A step with a non-finite gradient is not counted and leaves the blocks
+    unchanged, but its updates are not finite either. `kfac.kfac` replaces these updates by zeros. `diagnostics` counts
+    all three events.
 
     Args:
       layers: the layers that `find_layers` returned.
-      damping: positive scalar or schedule of the step. It takes effect at the next refresh, with `Eigh` at once.
-      factor_decay: decay of the running averages in a step, in [0, 1); 0 uses the last statistics alone. Scalar or
+      damping: positive scalar, or schedule of the step. It takes effect at the next refresh. With `Eigh`, `Ekfac` and
+        `Soap`, it takes effect for Kronecker blocks at once.
+      factor_decay: decay of the running averages per step, in [0, 1); with 0, only the last statistics count. Scalar or
         schedule.
-      statistics_every: the interval in steps after which `statistics_due` is true; shorter at first. `observe` takes
-        all statistics that it gets.
-      inverse_every: `observe` refreshes all inverses in every so many steps, counted from the first, and whenever they
-        are so many steps old. None: only `observe(opt_state)` without factors refreshes.
-      refresh_warmup: the number of first steps in which both intervals are 1. Until twice as many they are 2, until
-        four times as many 4, and so on up to their values. Multiples of `inverse_every` refresh, too. None: 10. Not
-        with `inverse_every=None`.
+      statistics_every: the interval in steps at which `statistics_due` is true. The interval is shorter at first, see
+        `refresh_warmup`. `observe` uses all statistics that it receives, due or not.
+      inverse_every: the interval in steps at which `observe` refreshes all inverses. It refreshes them if the step
+        count is a multiple of the interval, or if they are at least this old. With None, only `observe(opt_state)`
+        without factors refreshes.
+      refresh_warmup: the number of initial steps in which both intervals are 1. The intervals are then 2 until twice
+        this number of steps, 4 until four times this number, and so on up to their final values. Steps at multiples of
+        `inverse_every` refresh as well. The default None means 10, and `inverse_every=None` requires it.
       inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or your own
         `Inverse`.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
-      distribution: how several devices are used. None: all axes that are bound, or the mesh that parameters lie on.
+      distribution: how several devices are used. By default, all bound axes, or the parameters' mesh.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Updates keep the dtype of the gradients.
 
     Raises:
-      ValueError: an argument is out of range; in `update`, the gradients are not those of `layers`, or the state is
-        one for another number of devices.
+      ValueError: if an argument is out of range. `update` raises it if the gradients do not match `layers`, or if the
+        state was made for another number of devices.
     """
     options = Options(
         damping, inverse, distribution, factor_decay, statistics_every, inverse_every, refresh_warmup, unitwise_damping
@@ -101,7 +105,7 @@ def scale_by_kfac(
 
 
 def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> optax.GradientTransformationExtraArgs:
-    """`scale_by_kfac` with what follows the preconditioner in stacks of blocks."""
+    """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
     damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
     warmup, period = 10 if warmup is None else warmup, 1 if inverse_every is None else inverse_every
     uses = distribution or Distribution()
@@ -111,9 +115,9 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
     told: list[bool] = []  # whether the user was warned
 
     def prepared(state: KfacState) -> KfacState:
-        """Write into the state what the next `observe` goes by."""
+        """Set the state's flags and scalars for the next `observe`."""
         count = state.count
-        # Loops that count by themselves observe at other steps, too, so the age of the inverses counts as well.
+        # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         turn = in_turn(count, period, warmup) | in_turn(count, period, 0) | (count - state.refreshed >= period)
         return state._replace(
             due=in_turn(count, statistics_every, warmup),
@@ -133,12 +137,12 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
 
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, **extra: Any):
-        check_groups(general.groups, state)  # before stacks are laid out for its owners
+        check_groups(general.groups, state)  # check before the gradients are stacked by owner
         if reads_params and params is None:
             raise ValueError("update needs the parameters: call tx.update(grads, opt_state, params)")
         way, mesh = mesh_to_open(uses, state, updates)
         check_alike(params)
-        if not way.owners:  # which would average gradients that differ between devices
+        if not way.owners:  # with owners, `preconditioned_step` averages gradients that differ between devices
             averaged = varying_axes(updates).intersection(axis_names(uses.axis) or device_axes())
             updates = Way(tuple(sorted(averaged))).mean(updates)
         config = dataclasses.replace(general, way=way, local=bool(varying_axes(updates)))
@@ -171,7 +175,11 @@ OVERDUE = (
 
 
 def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
-    """Tell whether `observe` was due for more than two intervals; False under `jit`, where nothing is known of that."""
+    """Return whether statistics are due and the last statistics are more than two intervals old.
+
+    False if the values are not known, as under `jit`, if they have an axis of devices, as under `pmap`, or if `every`
+    is not an int.
+    """
     read = state.count, state.due, state.measured
     if not isinstance(every, int) or any(isinstance(x, jax.core.Tracer) or x.ndim for x in read):
         return False
@@ -179,10 +187,11 @@ def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
 
 
 def in_turn(count: jax.Array, every: int | jax.Array, warmup: int | jax.Array) -> jax.Array:
-    """Whether step `count` is a multiple of an interval: 1 in the warm-up, 2 until twice as many steps, 4, and so on.
+    """Return whether step `count` is a multiple of the current interval.
 
-    At most it is `every`, and without a warm-up always. Factors change on the scale of the steps so far: fast at first,
-    then ever more slowly.
+    The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up
+    to `every`. With `warmup=0`, the interval is always `every`. The interval doubles because factors change fast at
+    first and then more slowly, on a time scale that grows with the number of steps so far.
     """
     every, warmup = (jnp.asarray(x).astype(jnp.int32) for x in (every, warmup))
     doublings = jnp.minimum(32 - lax.clz(count // jnp.maximum(warmup, 1)), 30)

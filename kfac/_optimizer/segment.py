@@ -1,9 +1,13 @@
-"""Blocks of shapes that fewer blocks than devices have, as a state keeps them: end to end on their owners.
+"""Store groups with fewer blocks than devices as flat vectors on their owners.
 
-Every device runs one program, so a step has a stack of each group on every device, with room for a block that most do
-not have. Between steps each device keeps what it owns of such groups in one vector for each part of a state, as long as
-the longest: averages as triangles, inverses, momenta. A step opens a part of one group where it needs it, and writes
-what it has changed before it opens the next: so all are never open at once.
+All devices run the same program. During a step, each device therefore has a stack for every such group, with room for a
+block that most devices do not own. Between steps, each device stores its own blocks in three flat vectors: averages as
+triangles, inverses, and momenta with adaptive rates. Each vector has the same length on all devices, set by the device
+that needs the most.
+
+`part_of` unpacks a group's factors, inverses or momenta, and `with_parts` writes them back. `observe` unpacks and
+writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
+momenta before it writes any back, because it first has to find out whether its result is finite.
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ from kfac._varying import as_varying, varying_axes
 
 
 class Slot(NamedTuple):
-    """Where the blocks of a group have one of their parts in a vector.
+    """The location of a group's blocks in the flat vectors of a part: factors, inverse or motion.
 
     Attributes:
-      like: one block's, `[1, ...]`.
-      size: elements of one block.
-      starts: by owner, in the order of the blocks.
-      room: elements of the longest segment.
+      like: the part's shapes `[1, ...]` for a single block.
+      size: the number of elements that a block has in the vector.
+      starts: where each block starts in its owner's vector, by owner, in block order.
+      room: the vector's length.
     """
 
     like: Any
@@ -43,7 +47,7 @@ class Slot(NamedTuple):
 
 @functools.cache
 def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, Slot]:
-    """Of one part of all groups with a form."""
+    """Return the slots of a part, by group. Each group is given as its name, form and shard."""
     forms = {name: getattr(jax.tree.unflatten(*form), part) for name, form, _ in groups}
     flat = {n: jax.eval_shape(lambda x: _flat(part, x), x) for n, x in forms.items() if jax.tree.leaves(x)}
     starts, lengths = lay_end_to_end({n: shard for n, _, shard in groups}, {n: x.shape[1] for n, x in flat.items()})
@@ -51,13 +55,16 @@ def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, S
 
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
-    """The slots of all groups that have this part in a segment."""
+    """Return the slots of a part, by group, for all groups that store it in the segment."""
     in_segments = {name: owned for name, owned in state.owned.items() if owned.form is not None}
     return _slots(part, tuple((name, owned.form, owned.shard) for name, owned in in_segments.items()))
 
 
 def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
-    """One part of the blocks of a group, in stacks; of a segment zeros where this device has none of the group."""
+    """Return a part of a group's blocks as stacks `[k, ...]`.
+
+    If the group stores the part in the segment, the stacks have `k = 1`. They are zero if this device owns no block.
+    """
     slot = slots_of(state, part).get(name)
     if slot is None:
         return getattr(state.blocks[name], part)
@@ -70,7 +77,7 @@ def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
 
 
 def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState:
-    """The state with other parts of the blocks of a group."""
+    """Return the state with new values for the given parts of a group's blocks."""
     for part in Segment._fields:
         slot = slots_of(state, part).get(name)
         if slot is not None and part in parts:
@@ -84,13 +91,13 @@ def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState
 
 
 def opened(state: KfacState, way: Way) -> KfacState:
-    """A state in which all blocks stand in stacks."""
+    """Return the state with all blocks in stacks."""
     parts = {n: {part: part_of(state, way, n, part) for part in Segment._fields} for n in state.blocks}
     return with_blocks(state, {n: block._replace(**parts[n]) for n, block in state.blocks.items()})
 
 
 def closed(state: KfacState, way: Way) -> KfacState:
-    """The inverse of `opened`."""
+    """Move the blocks of groups with fewer blocks than devices into the segment: the inverse of `opened`."""
     for part in Segment._fields:
         slots, blocks = slots_of(state, part), state.blocks
         if slots:

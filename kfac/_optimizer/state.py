@@ -1,4 +1,4 @@
-"""What the preconditioner keeps between steps."""
+"""Define the state of the preconditioner, and check a state against layers and devices."""
 
 from __future__ import annotations
 
@@ -31,16 +31,19 @@ class KfacMetrics(NamedTuple):
     Attributes:
       damping: the damping of the last step.
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
-      preconditioned_norm: the same of the preconditioned gradient.
-      condition: largest condition number of what is inverted, each as of its last inversion: of the damped factors in
-        the 1-norm; of eigendecompositions, of the damped blocks in the 2-norm.
-      inverse_age: steps since the oldest of the inverses in use was computed.
-      kl_clip_scale: what the KL clip multiplied the step by; 1 without one.
-      slowest: the lowest of the layers' rates, by which the learning rate is multiplied; 0 before the first step.
-      fastest: the highest.
+      preconditioned_norm: 2-norm of the preconditioned gradient, over the same parameters.
+      condition: largest condition number over all blocks, each from the block's last inversion. `Cholesky` uses the
+        1-norm of the damped factors, and inverses with eigenvectors use the 2-norm of the damped blocks. Unit-wise
+        blocks use the 1-norm.
+      inverse_age: number of steps since the oldest inverse in use was computed.
+      kl_clip_scale: factor by which the KL clip multiplied the step; 1 without a KL clip.
+      slowest: lowest adaptive layer rate, a factor on the learning rate; 1 without adaptive rates, 0 before the first
+        step.
+      fastest: highest adaptive layer rate, with the same exceptions.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
-      skipped_steps: how many times the gradient, or the preconditioned one, was not finite.
+      skipped_steps: number of steps skipped because the gradient, the preconditioned gradient, or the update after a
+        cast to the gradient's dtype was not finite.
     """
 
     damping: jax.Array
@@ -60,15 +63,15 @@ COUNTED = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_st
 
 
 class BlockState(NamedTuple):
-    """What is kept of `k` blocks of one shape.
+    """The state of `k` blocks of the same shape.
 
     Attributes:
       factors: bias-corrected running averages, `[k, ...]`.
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
-      inverse: what the kind of inverse keeps, arrays `[k, ...]`.
-      condition: `[k]`, condition number at the last inversion; 0 before the first.
-      inverted: `[k]`, the step of the last inversion; 0 before the first.
-      motion: momentum and rates.
+      inverse: the state of the `Inverse`, a tree of arrays `[k, ...]`.
+      condition: `[k]`, condition number at the last successful inversion; 0 before the first.
+      inverted: `[k]`, the step of the last successful inversion; 0 before the first.
+      motion: momentum and adaptive rates.
     """
 
     factors: Block
@@ -80,10 +83,10 @@ class BlockState(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a device owns of groups with fewer blocks than devices, end to end: a vector for each part of their state.
+    """The blocks that a device owns in groups with fewer blocks than devices, concatenated into a vector per part.
 
-    Averages stand as triangles, as in `Packed`. From outside of `shard_map`, the vectors of all devices one after the
-    other. None where there is nothing.
+    Factors are packed as triangles, as in `Packed`. Outside `shard_map`, each vector concatenates all devices' vectors.
+    A field is None if there are no such groups, or if their blocks do not have this part.
     """
 
     factors: jax.Array | None = None
@@ -92,7 +95,7 @@ class Segment(NamedTuple):
 
 
 def form_of(blocks: BlockState) -> Any:
-    """The shapes `[1, ...]` of one block as a value that can be compared."""
+    """Return the tree structure and the array shapes `[1, ...]` of a single block, as a hashable value."""
     leaves, structure = jax.tree.flatten(blocks)
     return structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)
 
@@ -100,10 +103,10 @@ def form_of(blocks: BlockState) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """The blocks of one group that this device owns. From outside of `shard_map`, those of all devices in a row.
+    """The blocks of a group that this device owns. Outside `shard_map`, all devices' blocks, concatenated.
 
-    Of a group with fewer blocks than devices the parts in `Segment` are None here, and `form` has the shapes to open
-    them with.
+    If the group has fewer blocks than devices, the parts that `Segment` stores are None here. `form` then holds the
+    shapes for unpacking them, as `form_of` returns them.
     """
 
     blocks: BlockState
@@ -112,14 +115,14 @@ class Owned:
 
     @property
     def shapes(self) -> BlockState:
-        """Of one block that is, or is to be, in a segment; else the blocks themselves."""
+        """The shapes of a single block if `Segment` stores the group's blocks; otherwise the blocks themselves."""
         return self.blocks if self.form is None else jax.tree.unflatten(*self.form)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Paths and `PartitionSpec`s of parameters some of which are split over a mesh; nothing where `init` saw none."""
+    """Paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh; otherwise empty."""
 
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
@@ -127,14 +130,14 @@ class Splits:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `observe` must know of the optimizer. No array, and no schedule.
+    """The optimizer's settings that `observe` needs. They contain no arrays and no schedules.
 
     Attributes:
       layers: the layers, without biases that `optax.masked` or `optax.partition` hides from the optimizer.
       found: the layers as `find_layers` returned them.
-      inverse: the inverse of Kronecker blocks.
+      inverse: the inverse for Kronecker blocks.
       distribution: how several devices are used.
-      refreshes: whether `observe` refreshes inverses by itself.
+      refreshes: whether `observe` refreshes inverses when it receives statistics.
     """
 
     layers: Layers
@@ -148,34 +151,36 @@ class Settings:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """The hash, which `jax.jit` asks for in each call."""
+        """The hash. It is cached because `jax.jit` uses it in each call."""
         return hash((self.layers, self.found, self.inverse, self.distribution, self.refreshes))
 
 
 class KfacState(NamedTuple):
-    """State of `scale_by_kfac`: arrays only. Dictionaries are keyed by the shape of the blocks they stack.
+    """State of `scale_by_kfac`. All leaves are arrays. Dictionaries are keyed by group name, such as `kronecker_64x32`.
 
     Attributes:
-      count: optimizer steps so far. One whose result is not finite is none: schedules and the interval of the refreshes
-        stay where they are, as they do in the optax parts of `kfac`.
-      refused: whether the last step was none, as its result was not finite.
-      measured: the count at the last `observe`; -1 before the first.
+      count: number of optimizer steps so far. Steps with a non-finite result are not counted. Schedules, the refresh
+        interval and the optax parts of `kfac` do not advance in such a step.
+      refused: whether the last step was rejected because its result was not finite.
+      measured: the count at the last `observe` with statistics; -1 before the first.
       refreshed: the count at the last refresh of the inverses; -1 before the first.
       due: whether `observe` should be called before the next step.
-      refresh_due: whether that call computes new inverses.
-      observe_damping: the damping for the next `observe`, like the next two the value at this count.
-      unitwise_damping: the factor on it for unit-wise and diagonal blocks.
-      factor_decay: the decay of the running averages in one step.
-      owned: Kronecker blocks, each device its own.
-      segment: parts of `owned` that stand end to end, of groups with fewer blocks than devices.
+      refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
+        `settings.refreshes` is false.
+      observe_damping: the damping for the next `observe`, evaluated at `count`.
+      unitwise_damping: the factor on the damping for unit-wise and diagonal blocks, evaluated at `count`.
+      factor_decay: the decay of the running averages per step, evaluated at `count`.
+      owned: Kronecker blocks; each device holds its own blocks.
+      segment: flat vectors for groups in `owned` that have fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      bases: eigenvectors of blocks with moments, the same on all devices; only on several, with `Ekfac`.
-      learning_rates: the last and the highest so far, which `adaptive_layer_rates` goes by.
-      members: the number of blocks of each group, by the names of its layers, whose blocks they are in this order. So a
-        checkpoint of layers of another name is one of another structure.
+      bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `Ekfac`.
+      learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
+      members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
+        and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
       metrics: scalars of the last step.
-      splits: no array: how parameters are split over automatic axes of a mesh, which nothing else tells under `jit`.
-      settings: no array: what `observe` must know of the optimizer.
+      splits: how parameters are split over a mesh's automatic axes. Static, because arrays do not show this split under
+        `jit`.
+      settings: the optimizer's settings that `observe` needs. Static.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
@@ -199,29 +204,31 @@ class KfacState(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, BlockState]:
-        """All blocks this device holds, its own and those that all devices share, in stacks of `k` of one shape.
+        """All blocks that this device holds, both its own and the shared blocks, as stacks of `k` blocks per group.
 
-        Each has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`), `weight`
-        (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`), `inverted` (`[k]`, the step) and
-        `motion` (momentum and rates).
+        Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`),
+        `weight` (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`), `inverted` (`[k]`, the step of
+        the last inversion) and `motion` (momentum and rates). If a group has fewer blocks than devices, the parts that
+        `segment` stores are None.
         """
         return {name: owned.blocks for name, owned in self.owned.items()} | self.shared
 
 
 class AdaptiveDampingState(NamedTuple):
-    """State of `adaptive_damping`, here as `diagnostics` looks for it.
+    """State of `kfac.presets.adaptive_damping`. It is defined here because `diagnostics` reads it.
 
     Attributes:
-      count: updates so far.
+      count: number of updates so far.
       next_damping: the damping of the next step, float32.
-      reduction_ratio: actual over predicted change of the loss when it was last measured; NaN before.
+      reduction_ratio: actual change of the loss divided by the predicted change, at the last measurement; NaN before
+        the first.
       inner: the state of the optimizer.
-      taken_back: how many steps were taken back so far.
-      again: whether the last one was, so that the next is measured.
+      taken_back: number of steps rejected so far because the loss grew or became non-finite.
+      again: whether the last step was rejected, so that the next step is measured.
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
-    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` finds one value only
+    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value
     reduction_ratio: jax.Array
     inner: Any
     taken_back: jax.Array
@@ -229,31 +236,37 @@ class AdaptiveDampingState(NamedTuple):
 
 
 def shards_of(state: KfacState) -> dict[str, Shard]:
-    """How the groups whose blocks have owners are dealt to devices."""
+    """Return the assignment of blocks to devices, for each group whose blocks have owners."""
     return {name: owned.shard for name, owned in state.owned.items()}
 
 
 def splits_of(state: KfacState) -> dict[str, PartitionSpec]:
-    """How parameters are split over automatic axes of a mesh, as `init` saw it, or `find_layers`."""
+    """Return the parameters' `PartitionSpec`s over a mesh, by path.
+
+    They come from `init`, or from `find_layers` if `init` found no split parameters.
+    """
     return dict(state.splits.specs or state.settings.found.splits)
 
 
 def devices_of(state: KfacState) -> int:
-    """The number of devices that blocks are dealt to; 1 where no group is."""
+    """Return the number of devices that the blocks are assigned to; 1 if no group has owners."""
     return max((shard.devices for shard in shards_of(state).values()), default=1)
 
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
-    """The state with other blocks."""
+    """Return the state with `blocks` in place of its blocks."""
     owned = {name: dataclasses.replace(owned, blocks=blocks[name]) for name, owned in state.owned.items()}
     return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
 
 
 def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
-    """The state before the first step, with all blocks in stacks: `segment.closed` puts parts of them end to end."""
-    # `optax.tree.map_params` asks for the state of a placeholder that has no leaves.
+    """Return the state before the first step, with all blocks in stacks.
+
+    `segment.closed` then moves the blocks of groups with fewer blocks than devices into the state's flat vectors.
+    """
+    # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
-    # Statistics of a float64 model stay in float64; nothing else is ever wider than float32.
+    # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices, owners = axis_size(config.way.owners) or 1, config.way.owners
     shards = make_shards(group_costs(config.groups), devices)
@@ -262,7 +275,7 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
         inverse = group.inverse_of(config.inverse)
         kept = inverse.init(group.zeros(size, dtype, group.moments(config.inverse)))
         for leaf in jax.tree.leaves(kept):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):  # integers would be rounded on the way between devices
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):  # messages between devices would round integers
                 raise ValueError(f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only")
         return kept
 
@@ -277,7 +290,7 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
         shard = shards[group.name]
         stacks = blocks(group, shard.positions)
         new = Owned(stacks, shard, None if shard.full else form_of(stacks))
-        # A device's own blocks are marked as such, where `shard_map` checks that (`lax.axis_index` varies if it does).
+        # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
         return as_varying(new, varying_axes(lax.axis_index(owners))) if axis_size(owners) else new
 
     with_bases = [group for group in config.groups if devices > 1 and group.moments(config.inverse)]
@@ -304,10 +317,18 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
 
 
 def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
-    """Leaves of parameters or gradients by path, checked against `layers`.
+    """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
-    `optax.masked` replaces leaves by empty nodes: a layer may be missing as a whole, but not in part
-    (`arguments.fitted` takes away biases before).
+    `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.
+    `arguments.fitted` has already removed hidden biases from `layers`.
+
+    Args:
+      layers: the layers.
+      tree: the parameters or gradients.
+      what: the name of `tree` for error messages.
+
+    Raises:
+      ValueError: if leaves are unknown, missing or of another shape, or if there are no leaves.
     """
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
@@ -333,35 +354,35 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
 
 
 def how_to_hide(paths: Sequence[str]) -> str:
-    """What to write where some leaves of a layer are for another optimizer."""
+    """Return advice for an error message about a layer that has only some of its leaves masked."""
     patterns = tuple(f"^{re.escape(path)}$" for path in paths)
     out = f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
     return f"give both the same label in optax.partition or optax.masked, or take it out of the layer, {out}"
 
 
 def has_masked(tree: Any) -> bool:
-    """Whether `optax.masked` has replaced a leaf of `tree`."""
+    """Return whether `optax.masked` has replaced a leaf of `tree`."""
     return bool(find_nodes(tree, optax.MaskedNode))
 
 
 def is_variable(node: Any) -> bool:
-    """Whether a node of a tree is a mutable variable, like those in which flax nnx keeps an optimizer's state."""
+    """Return whether a tree node is a mutable variable, such as flax nnx uses for an optimizer's state."""
     return hasattr(node, "get_value") and hasattr(node, "set_value")
 
 
 def pure(tree: Any) -> Any:
-    """Replace mutable variables by their values."""
+    """Replace the mutable variables in a tree by their values."""
     return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
 
 
 def find_nodes(tree: Any, kind: Any) -> list[Any]:
-    """The nodes of a type in a tree, also within one another."""
+    """Return the nodes of a type in a tree, including nodes inside such nodes."""
     outermost = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
     return outermost + [inner for node in outermost for inner in find_nodes(tuple(node), kind)]
 
 
 def find_state(opt_state: Any, argument: str) -> KfacState:
-    """The one `KfacState` in an optimizer state."""
+    """Return the only `KfacState` in an optimizer state. Raise a `ValueError` unless there is exactly one."""
     states = pure(find_nodes(opt_state, KfacState))
     if len(states) != 1:
         actual = f"is of type {type(opt_state).__name__} and holds {len(states)}"
@@ -371,11 +392,15 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
 
 
 def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
-    """The blocks of each group, all of which a state of one device holds."""
+    """Yield each group with its blocks, from a state for a single device.
+
+    Raises:
+      ValueError: if the state is for other layers or for several devices.
+    """
     groups = group_layers(layers)
     check_groups(groups, state)
     for group in groups:
-        if devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1:  # of several they are in another order
+        if devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1:  # several devices order them differently
             raise ValueError(f"{argument} must be the state of one device: call kfac.state.gather_state on it")
         yield group, state.blocks[group.name]
 
@@ -384,9 +409,9 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 
 
 def check_state(config: Config, state: KfacState) -> None:
-    """Raise if a state is one for other options or another number of devices."""
+    """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
     check_devices(state, config.way.devices)
-    if state.owned and state.settings.inverse != config.inverse:  # `kfac.kfac` may have chosen one by the layers
+    if state.owned and state.settings.inverse != config.inverse:  # `kfac.kfac` may have chosen it from the layers
         actual = state.settings.inverse
         named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={actual!r}"
         raise ValueError(f"{named}: name the one that it was initialised with")
@@ -404,7 +429,7 @@ def check_state(config: Config, state: KfacState) -> None:
 
 
 def check_positions(owned: Owned) -> None:
-    """Raise if a device does not get its own blocks of a group."""
+    """Raise a `ValueError` if the number of a group's blocks here is not the number that each device holds."""
     if owned.blocks.weight.shape[0] != owned.shard.positions:
         needs = f"{owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape"
         how = f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
@@ -412,7 +437,7 @@ def check_positions(owned: Owned) -> None:
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
-    """Raises where a state is one for other layers."""
+    """Raise a `ValueError` if the state was initialised with other layers."""
     sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
     sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
     actual = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
@@ -425,7 +450,7 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
 
 
 def check_devices(state: KfacState, devices: int) -> None:
-    """Raises where a state is one for another number of devices."""
+    """Raise a `ValueError` if the state was initialised for another number of devices."""
     if state.owned and devices_of(state) != devices:
         how = "initialise it where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one"
         given = f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}"

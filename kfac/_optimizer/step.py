@@ -1,4 +1,4 @@
-"""One step of the preconditioner on one device, as a list of stages."""
+"""Make a preconditioned step on one device, as a list of stages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kfac._optimizer.state import KfacMetrics, KfacState, check_state, shards_of
 
 
 class Gradients(NamedTuple):
-    """Gradients, or the updates made of them.
+    """Gradients, parameters or updates.
 
     Attributes:
-      tree: in the form of the parameters, without the leaves in `stacks`. Where there are stacks, one number stands for
-        each skipped leaf: 0 if the leaf is finite, else NaN.
-      stacks: empty, unless each owner got the gradients of its own blocks alone. Then for each group
-        `[positions, d_in, d_out]`, cut into kernels and biases. From outside of `shard_map`, those of all devices in a
-        row.
+      tree: a tree like the parameters, without the leaves in `stacks`. If there are stacks, a number replaces each
+        skipped leaf: 0 if the leaf is finite, otherwise NaN.
+      stacks: empty, unless each owner receives only its own blocks. Then, for each group, a list of stacks
+        `[positions, rows, d_out]`, kernels and biases apart if possible. Joined along the rows, they are
+        `[positions, d_in, d_out]`. Outside `shard_map`, the first axis covers all devices' positions.
     """
 
     tree: Any
@@ -40,14 +40,17 @@ class Gradients(NamedTuple):
 def preconditioned_step(
     config: Config, updates: Gradients, params: Gradients, state: KfacState, now: Now
 ) -> tuple[Gradients, KfacState]:
-    """Make one step on one device.
+    """Precondition the gradients and turn them into updates, on a single device.
 
     Args:
       config: the fixed settings.
       updates: the gradients.
-      params: the parameters, for the lengths of steps; empty if these do not depend on them.
+      params: the parameters, or empty if the step lengths do not depend on them.
       state: the state before the step.
       now: the scalars of the step.
+
+    Returns:
+      The updates in the form of the gradients, and the state after the step.
     """
     check_state(config, state)
     config.way.check("updates", updates.tree)
@@ -67,16 +70,17 @@ def preconditioned_step(
 def take_gradients(
     place: Place, state: KfacState, updates: Gradients
 ) -> tuple[Gradients, Vectors, jax.Array, jax.Array]:
-    """The gradients as matrices `[k, d_in, d_out]` of the blocks that this device preconditions.
+    """Stack the gradients of the blocks that this device preconditions, averaged over devices.
 
     Returns:
-      The updates, averaged but for what owners alone need; the matrices; the squared norm of all; whether all are
-      finite. All devices agree on that, for it decides whether this is a step at all.
+      The updates, in which leaves that only owners precondition may still differ between devices; the gradients as
+      matrices `[k, d_in, d_out]` by group; the squared norm of all blocks' gradients; and whether this norm and the
+      skipped leaves are finite. This last flag is the same on all devices.
     """
     config, way = place.config, place.config.way
     if config.local:
         rest = {path: x for path, x in leaves_by_path(updates.tree).items() if path not in config.owned_paths}
-        averaged = way.mean(rest)  # of what all devices precondition, in one message
+        averaged = way.mean(rest)  # a single message for the leaves that all devices precondition
         updates = updates._replace(tree=map_by_path(lambda path, leaf: averaged.get(path, leaf), updates.tree))
     leaves, matrices = leaves_by_path(updates.tree), stack_all(state, updates, place.config.groups)
     if updates.stacks:
@@ -88,25 +92,28 @@ def take_gradients(
         square = _sum(x * x for x in matrices.values())
         local = way.take(matrices, place.shards)
     usable = _all_finite(square, (leaf for path, leaf in leaves.items() if path in config.layers.skipped_paths))
-    # The same decision everywhere, whatever one device has seen: what follows holds collectives.
+    # All devices have to agree before the next stages, which contain collectives.
     return updates, local, square, way.agree(usable)
 
 
 def stack_all(state: KfacState, trees: Gradients, groups: Iterable[Group]) -> Vectors:
-    """Gradients, or parameters, of some groups as matrices `[k, d_in, d_out]` of all their blocks."""
+    """Return gradients or parameters as matrices `[k, d_in, d_out]` by group.
+
+    Groups in `trees.stacks` have the blocks of this device, and other groups have all blocks.
+    """
     leaves, dtypes = leaves_by_path(trees.tree), {name: block.weight.dtype for name, block in state.blocks.items()}
     matrices = {n: jnp.concatenate(parts, axis=1).astype(dtypes[n]) for n, parts in trees.stacks.items()}
     return matrices | {g.name: g.stack_matrices(leaves, dtypes[g.name]) for g in groups if g.name not in matrices}
 
 
 def sums_of_shares(place: Place, matrices: Vectors) -> tuple[jax.Array, jax.Array]:
-    """The sums of all entries of the matrices that this device alone preconditions, and of those that all do."""
+    """Return the sum of all entries in this device's own blocks, and the sum for the blocks that all devices hold."""
     owned = [place.only_owned(name, x) for name, x in matrices.items() if name in place.shards]
     return _sum(owned), _sum(x for name, x in matrices.items() if name not in place.shards)
 
 
 def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
-    """Sums all entries of the matrices of all devices, each of which has those that it preconditions."""
+    """Return the sum of all entries in all devices' blocks, from the matrices that each device preconditions."""
     owned, shared = sums_of_shares(place, matrices)
     return shared + place.config.way.total(owned)
 
@@ -114,11 +121,12 @@ def sum_of_all(place: Place, matrices: Vectors) -> jax.Array:
 def precondition(
     place: Place, now: Now, state: KfacState, gradients: Vectors
 ) -> tuple[Vectors, dict[str, Any], Vectors]:
-    """Preconditions the gradients of the blocks that this device has.
+    """Precondition the gradients of this device's blocks.
 
     Returns:
-      The preconditioned gradients. Of an inverse that takes in gradients, also what it keeps from now on, and the
-      cosines between gradients and the directions of the step before.
+      The preconditioned gradients, and two dictionaries with entries for inverses that take in gradients
+      (`takes_gradients`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
+      step's directions.
     """
     config, result, advanced, angles = place.config, {}, {}, {}
     for group in config.groups:
@@ -130,7 +138,7 @@ def precondition(
             advanced[name], result[name], angles[name] = after
         else:
             applied = inverse.apply(inverse_state, gradients[name].mT, now.damping).mT
-            # Not before there is an inverse.
+            # A block without an inverse keeps its gradient.
             result[name] = jnp.where(per_block(ready, applied), applied, gradients[name])
     return result, advanced, angles
 
@@ -144,7 +152,9 @@ def move(
     gradients: Vectors,
     params: Gradients,
 ) -> tuple[Vectors, dict[str, Motion], jax.Array]:
-    """The steps that follow from the preconditioned gradients, but for weight decay and learning rate.
+    """Apply the KL clip, momentum, step lengths and adaptive rates to the preconditioned gradients.
+
+    The steps contain no weight decay. They contain the learning rate only with `rate_in_momentum`.
 
     Returns:
       The steps, the momenta and rates of all blocks, and the scale of the KL clip.
@@ -173,7 +183,8 @@ def move(
             weights = config.way.take(weights, place.shards)
         groups = config.groups
         stacks = {g.name: _stack(place, g, steps[g.name], weights.get(g.name), gradients[g.name]) for g in groups}
-        # Groups without owners are the same on all devices. To stay so they share no array with those that differ.
+        # Groups without owners have the same values on all devices. Joined with owned groups, whose values vary over
+        # devices, their results would be marked as varying as well.
         alike = [] if config.way.alone else [name for name in stacks if name not in place.shards]
         for names in (stacks.keys() - alike, alike):
             chosen = {name: x for name, x in stacks.items() if name in names}
@@ -184,7 +195,7 @@ def move(
 
 
 def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | None, gradients: jax.Array) -> Stack:
-    """A group for `lengthened`, which adds up the sums over the pieces of a kernel that is cut."""
+    """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     table, name, way = find_kernels(group, place.config.moves), group.name, place.config.way
     if all(np.all(x == x[0]) for x in table):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in table))
@@ -204,7 +215,7 @@ def _stack(place: Place, group: Group, steps: jax.Array, params: jax.Array | Non
 
 
 def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array) -> tuple[Gradients, jax.Array]:
-    """The steps in the form of `updates`, and whether all are finite."""
+    """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
     new: dict[str, jax.Array] = {}
     whole = {name: x for name, x in steps.items() if name not in updates.stacks}
     starts = {start: jnp.int32(start) for group in place.config.groups for start in group.starts}
@@ -215,7 +226,7 @@ def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array)
         if group.name in whole:
             new.update(group.split_matrices(whole[group.name], starts))
     tree = map_by_path(lambda path, leaf: new[path].astype(leaf.dtype) if path in new else leaf, updates.tree)
-    # What is finite as it was computed may be too large for a narrower dtype of the gradients.
+    # A finite step may be too large for the gradients' dtype if this is narrower.
     leaves = leaves_by_path(tree)
     narrowed = [leaf for path, leaf in leaves.items() if path in new and leaf.dtype != new[path].dtype]
     stacks = {}
@@ -227,10 +238,10 @@ def restore(place: Place, updates: Gradients, steps: Vectors, usable: jax.Array)
 
 
 def _if_usable(usable: jax.Array, stacks: Vectors, starts: dict[int, jax.Array]) -> tuple[Any, ...]:
-    """Whether the step is usable, the stacks, and where their layers start; or zeros for both.
+    """Return the arguments if the step is usable, otherwise zeros.
 
-    On CPUs XLA would else compile what makes the lengths of steps anew for each leaf that is cut from a stack; and
-    each cut, if it knew where.
+    Without this `cond`, XLA for CPUs would compile the step length computation again for each leaf that is cut from a
+    stack. If it knew the values of `starts`, it would also compile each cut separately.
     """
     return lax.cond(usable, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), (usable, stacks, starts))
 
@@ -245,17 +256,21 @@ def measure(
     scale: jax.Array,
     usable: jax.Array,
 ) -> tuple[KfacMetrics, jax.Array]:
-    """Makes the metrics of the step. Devices exchange counts, norms and extremes, and whether the step is usable.
+    """Compute the step's metrics. Devices exchange norms, extremes, and whether the step is usable.
 
     Args:
       place: the blocks that this device holds.
       now: the scalars of the step.
       state: the state before the step.
-      motions: those after the step.
+      motions: momenta and rates after the step.
       square: the squared norm of the gradient.
-      squares: those of the preconditioned gradient: of the blocks of this device alone, and of those that all have.
-      scale: that of the KL clip, or None without one.
-      usable: whether this device finds it so.
+      squares: two squared norms of the preconditioned gradient: over the blocks that this device owns, and over the
+        blocks that all devices hold.
+      scale: the scale of the KL clip, 1 without a KL clip.
+      usable: whether the step is usable on this device.
+
+    Returns:
+      The metrics, and whether the step is usable on all devices.
     """
     way, metrics = place.config.way, state.metrics
     blocks = state.blocks.values()
@@ -265,16 +280,16 @@ def measure(
     parts = [[block.condition for block in blocks], ages, *zip(*rates, strict=True)]
     extremes = jnp.stack([jnp.max(join(part)).astype(jnp.float32) for part in parts])
     owned, shared = (x.astype(jnp.float32) for x in squares)
-    # One message for both numbers.
+    # A single message sends both numbers.
     refusals, owned = way.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
     extremes = way.largest(extremes)
-    usable = refusals == 0  # agreed once more: the next step's decisions follow from it
+    usable = refusals == 0  # the same on all devices, because later branches depend on it
     new = metrics._replace(
         damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(owned + shared),
         condition=extremes[0],
-        inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a step that is refused is none
+        inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),  # a rejected step does not count
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=jnp.where(usable, scale.astype(jnp.float32), metrics.kl_clip_scale),
         slowest=jnp.where(usable, 1 / extremes[3], metrics.slowest) if rates else jnp.ones((), jnp.float32),
@@ -286,7 +301,7 @@ def measure(
 def commit(
     state: KfacState, way: Way, advanced: dict[str, Any], motions: dict[str, Motion], usable: jax.Array
 ) -> KfacState:
-    """Writes moments, momenta and rates into the state, if the step is `usable`."""
+    """Write momenta, rates and the inverses' new states into the state if the step is usable."""
     for name, motion in motions.items():
         new = {"motion": motion} | ({"inverse": advanced[name]} if name in advanced else {})
         old = {part: part_of(state, way, name, part) for part in new}
@@ -295,7 +310,7 @@ def commit(
 
 
 def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -> KfacState:
-    """The state after the step."""
+    """Return the state with the step counted if it is usable, and with the new metrics."""
     rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
     return state._replace(
         learning_rates=jnp.where(usable, rates, state.learning_rates),
@@ -306,10 +321,10 @@ def count(state: KfacState, now: Now, metrics: KfacMetrics, usable: jax.Array) -
 
 
 def _all_finite(square: jax.Array, leaves: Iterable[jax.Array]) -> jax.Array:
-    """Whether a sum of squares and some leaves are finite."""
+    """Return whether a sum of squares and all given leaves are finite."""
     return jnp.all(jnp.isfinite(square) & jnp.stack([jnp.array(True), *(finite(leaf, 0) for leaf in leaves)]))
 
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
-    """The sum of all entries of all arrays."""
+    """Return the sum of all entries of all arrays."""
     return sum((jnp.sum(x) for x in arrays), jnp.zeros((), jnp.float32))

@@ -1,4 +1,4 @@
-"""A whole training step in one call: `find_layers`, `statistics`, `observe`, `kfac` and its update."""
+"""Combine `find_layers`, `statistics`, `observe`, `kfac` and the update of the parameters into a single call."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from kfac._optimizer.observe import observe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
-    """The result of `train_step`: `init` makes the state, and a call is one step.
+    """The result of `train_step`: `init` returns the optimizer state, and a call makes a step.
 
-    Two programs are compiled by `jax.jit` when they are first needed: `observe`, which takes statistics, and the step.
-    Inside a `jit` or `scan` of your own, `observe` is a branch of a `lax.cond`.
+    `jax.jit` compiles the two programs of a call when they are first needed. `observe` takes statistics, and `step`
+    updates the parameters. Inside a `jit` or `scan` of your own, `observe` is a branch of a `lax.cond`.
 
     Attributes:
       loss_fn: the loss.
       learning_rate: scalar or schedule.
       has_aux: whether the loss returns a pair.
-      found: the options of `find_layers`.
-      measured: the options of `statistics`.
-      num_examples: how many examples the loss is the mean of, if that is given.
-      num_microbatches: the number of parts of a batch.
+      found: the options for `find_layers`.
+      measured: the options for `statistics`.
+      num_examples: the number of examples over which the loss takes the mean, if given.
+      num_microbatches: the number of parts into which a batch is split.
       verbose: whether to print.
       donate: whether a step reuses the memory of its arguments.
-      options: the options of `kfac`.
+      options: the options for `kfac`.
+      layers: the layers found so far, by the parameters' tree structure and shapes.
     """
 
     loss_fn: Callable[..., Any]
@@ -59,12 +60,16 @@ class TrainStep:
     layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the optimizer, for parameters and arguments of `loss_fn` with the shapes of the steps."""
-        # Outside of `jit`, which hides how parameters are split over a mesh.
+        """Return the optimizer state for parameters and arguments of `loss_fn` that have the shapes of later steps.
+
+        Raises:
+          ValueError: if the number of examples is ambiguous, or if `num_microbatches` does not divide it.
+        """
+        # Find the layers outside `jit`, because `jit` hides how parameters are split over a mesh.
         before = {(x.splits, x.num_examples) for x in self.layers.values()}
         layers = self._find_layers(params, args, kwargs, anew=True)
         if before - {(layers.splits, layers.num_examples)}:
-            self.__dict__.pop("_programs", None)  # compiled for other layers
+            self.__dict__.pop("_programs", None)  # they were compiled for other layers
         if layers.unclear and self.num_examples is None:
             raise ValueError(layers.unclear.replace("value_and_grad", "train_step"))
         if (count := layers.num_examples or 0) % self.num_microbatches:
@@ -77,17 +82,18 @@ class TrainStep:
     def __call__(
         self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        """Make one step, after taking statistics if they are due.
+        """Make a step, after taking statistics if they are due.
 
         Args:
           params: the parameters.
-          opt_state: the state.
-          args: the further arguments of `loss_fn`, such as a batch.
-          fisher_key: a PRNG key, with `fisher="sampled"` or `"expected"`.
-          kwargs: its keyword arguments. With `num_microbatches` every part gets a PRNG key `key=` of its own.
+          opt_state: the optimizer state.
+          args: the further positional arguments of `loss_fn`, such as a batch.
+          fisher_key: a PRNG key, needed with `fisher="sampled"` or `"expected"`.
+          kwargs: the keyword arguments of `loss_fn`. With `num_microbatches`, the part's number is folded into each
+            PRNG key among them, such as `key=`.
 
         Returns:
-          New parameters, the new state, and the result of `loss_fn`.
+          The new parameters, the new state, and the result of `loss_fn`.
         """
         due, observe = statistics_due(opt_state), self._programs["observe"]
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
@@ -113,7 +119,7 @@ class TrainStep:
         }
 
     def _find_layers(self, params: Any, args: Any, kwargs: Any, anew: bool = False) -> Layers:
-        """Find the layers, once for parameters of the same shapes."""
+        """Return the layers. Find them again only if `anew` is true or the parameters have new shapes."""
         leaves, structure = jax.tree.flatten(params)
         shapes = structure, *(getattr(leaf, "shape", ()) for leaf in leaves)
         if anew or shapes not in self.layers:
@@ -172,7 +178,7 @@ def train_step(
     donate: bool = False,
     **options: Any,
 ) -> TrainStep:
-    """A training step with K-FAC, in the place of an optimizer, its state and a step of one's own.
+    """Return a K-FAC training step, which replaces an optimizer and a handwritten step function.
 
     ::
 
@@ -182,41 +188,43 @@ def train_step(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    It does what the loop of the README does: it takes statistics when they are due, in the first ten steps and then
-    ever less often, down to what `cost=` of `kfac.kfac` allows. With `inverse=kfac.Ekfac()` it takes the moments too.
-    `print(kfac.find_layers(loss_fn, params, batch))` shows the layers. The first line of the example keeps compiled
-    programs for the next start.
+    The step follows the training loop in the README. It takes statistics when they are due: in each of the first ten
+    steps, and then less and less often, until the interval reaches the value that `cost=` of `kfac.kfac` allows. With
+    `inverse=kfac.Ekfac()`, it also takes the moments. `print(kfac.find_layers(loss_fn, params, batch))` shows the
+    layers. The first line of the example caches compiled programs on disk for the next run.
 
     Args:
-      loss_fn: `loss_fn(params, *args, **kwargs)`, the mean loss; with `has_aux` a pair. A state that the model changes,
-        such as the averages of a batch norm, goes in as an argument and comes out in the auxiliary output.
-      learning_rate: scalar or schedule, as for `kfac.kfac`.
-      has_aux: whether `loss_fn` returns a pair.
-      fisher: as for `value_and_grad`.
-      num_examples: as for `value_and_grad`, of the whole batch that a step gets.
-      communication_dtype: as for `value_and_grad`.
-      num_microbatches: in how many parts the batch is worked through. All parts get the other arguments whole: pass
-        what is random by name, `step(params, opt_state, batch, key=key)`.
-      batch_argnums: the positions of the batch, as `loss_fn` counts its arguments, with `params` as 0. None: as
-        `find_layers` finds them.
-      skip: as for `find_layers`.
-      reduce: likewise.
-      gradient: likewise.
-      strict: likewise.
-      max_dim: as for `find_layers`; but None keeps oblong kernels whole with `inverse=kfac.Ekfac()`.
-      verbose: whether `init` prints a line about what it has found, and compiling for more than 5 s says on stderr that
-        it does, and for how long.
-      donate: whether a step reuses the memory of the parameters and the state that it gets, which must then not be
-        used again. On an accelerator that saves a copy of both, and time.
+      loss_fn: `loss_fn(params, *args, **kwargs)`, which returns the mean loss, or a pair with `has_aux`. If the model
+        changes a state, such as batch-norm averages, pass the state as an argument and return it in the auxiliary
+        output.
+      learning_rate: scalar or schedule, see `kfac.kfac`.
+      has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
+      fisher: see `value_and_grad`.
+      num_examples: see `value_and_grad`; the number for the whole batch of a step.
+      communication_dtype: see `value_and_grad`.
+      num_microbatches: the number of parts into which the batch is split. The other arguments go to every part whole.
+        Therefore pass PRNG keys by name, `step(params, opt_state, batch, key=key)`.
+      batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
+        positions that `find_layers` finds.
+      skip: see `find_layers`.
+      reduce: see `find_layers`.
+      gradient: see `find_layers`.
+      strict: see `find_layers`.
+      max_dim: see `find_layers`. With `inverse=kfac.Ekfac()`, None means 8192, so that oblong kernels of up to
+        8192 rows stay whole.
+      verbose: whether `init` prints a line about the layers, and whether compilations that take longer than 5 s report
+        the time so far on stderr.
+      donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
+        again after the step. On an accelerator, this saves time and a copy of both.
       options: further options of `kfac.kfac`: `damping=`, `step_norm=`, `statistics_fraction=` and so on.
 
     Returns:
       A `TrainStep`.
 
     Raises:
-      TypeError: `kfac.kfac` has no such option.
-      ValueError: an argument is out of range; when a step is traced, the batch of micro-batches is not among the
-        positional arguments; and as of the functions that it calls.
+      TypeError: if `kfac.kfac` has no such option, or if `options` contain `layers`.
+      ValueError: if an argument is out of range. A step raises it while it is traced if it has micro-batches and the
+        batch is not among the positional arguments. Errors of `kfac.kfac` and `find_layers` pass through.
     """
     check_function(loss_fn)
     check(has_aux=has_aux, fisher=fisher, communication_dtype=communication_dtype, num_microbatches=num_microbatches)
@@ -225,13 +233,13 @@ def train_step(
     if "layers" in options:
         raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
     try:
-        kfac(learning_rate, Layers((), ()), **options)  # which checks them, whatever the layers are
+        kfac(learning_rate, Layers((), ()), **options)  # checks the options, which it can do without layers
     except TypeError as error:
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
     inverse = _chosen(Layers((), ()), options).inverse
-    # There are moments of whole kernels only.
+    # Only whole kernels have moments.
     longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
     found = dict(
         skip=skip, reduce=reduce, gradient=gradient, strict=strict, max_dim=longest, batch_argnums=batch_argnums
@@ -243,17 +251,18 @@ def train_step(
 
 
 def _strong(leaf: Any) -> Any:
-    """The leaf without a weak type: with one the first step would be another program than those after it."""
+    """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
     return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _jit_with_notice(
     function: Callable[..., Any], what: str, verbose: bool, donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """`function` of `params` and more under `jax.jit`, which says on stderr for how long it compiles: at 5 s, 10 s, ...
+    """Wrap `function(params, ...)` in `jax.jit`, and report the time of long compilations on stderr.
 
-    A call that compiles comes back when that is done, so a thread says it. All it does is sleep and print; it ends with
-    the call, or with the process, and nothing waits for it.
+    With `verbose`, the first process reports after 5 s, 10 s, 20 s, and so on. The call returns only when compilation
+    ends, so a thread prints the reports. The thread only sleeps and prints. It ends with the call or with the process,
+    and no code waits for it.
     """
     running: list[threading.Event] = []
 
@@ -270,7 +279,7 @@ def _jit_with_notice(
         return function(*args, **kwargs)
 
     if donated:
-        del traced.__wrapped__  # else JAX looks for the donated arguments in the signature of the loss
+        del traced.__wrapped__  # otherwise JAX looks up the donated arguments in the signature of `function`
     program = jax.jit(traced, donate_argnums=donated)
 
     def call(params, *args, **kwargs):
@@ -288,7 +297,7 @@ def _chosen(layers: Layers, options: dict[str, Any]) -> Chosen:
 
 
 def _summary(layers: Layers, options: dict[str, Any]) -> str:
-    """Return a line about the layers, how often statistics are taken, and the price of a mean step."""
+    """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
     inverse, every, share = _chosen(layers, options)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
@@ -309,11 +318,15 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     return f"{line}, {prices[name]:.2f} for {name} alone: max_dim={rows // 4} cuts its factors into smaller blocks"
 
 
-EXPENSIVE = 0.25  # the price of a layer, in gradients of all, from which the summary says so
+EXPENSIVE = 0.25  # from this price on, as a fraction of the whole gradient's FLOPs, the summary names a layer
 
 
 def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
-    """Returns the positions of the arguments that micro-batches split: those given, else as tracing found them."""
+    """Return the positions of the arguments that micro-batches split: `argnums` if given, otherwise as traced.
+
+    Raises:
+      ValueError: if tracing found the batch in keyword arguments.
+    """
     if argnums is not None or not layers.batch_argnums:
         return argnums
     if named := [k for k in layers.batch_argnums if isinstance(k, str)]:

@@ -1,1 +1,1 @@
-"""Sums of products over the rows of inputs and output gradients."""
+"""Sums of products over the rows of layer inputs and output gradients."""

@@ -1,7 +1,7 @@
-"""The inputs of a convolution in the normal form of `rows.py`: every output position is a row, the patch that it sees.
+"""Convolution inputs in the normal form of `rows.py`: each output position is a row, the patch that the window covers.
 
-Patches of the whole batch are never formed. With stride 1, `gram` comes from correlations by offset (`offsets.py`),
-where those take fewer products; else from patches, those of a few images at a time.
+With stride 1, `gram` uses correlations by offset (`offsets.py`) if they take fewer products. Otherwise it forms the
+patches for a few images at a time, never for a whole large batch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks
 from kfac._varying import sum_of_parts
 
-# Patches are formed for so many elements at a time (16 MB in float32).
+# The number of patch elements formed at a time (16 MB in float32).
 PATCH_ELEMENTS = 1 << 22
-ON_GPUS = 64  # times as many where a launch costs more than the memory
+ON_GPUS = 64  # factor on PATCH_ELEMENTS on GPUs, where launches cost more than memory
 
-# With fewer channels, patches take no longer than correlations, and a matrix product sums with less rounding than XLA's
-# convolutions do.
+# With fewer channels, patches take no longer than correlations, and a matrix product has smaller rounding errors than
+# XLA's convolutions.
 FEW_CHANNELS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """The geometry of `lax.conv_general_dilated`, one entry for each spatial dimension; `spec` is `lhs_spec`."""
+    """The geometry of `lax.conv_general_dilated`, with an entry per spatial dimension. `spec` is its `lhs_spec`."""
 
     spec: tuple[int, ...]
     window: tuple[int, ...]
@@ -44,7 +44,7 @@ class Convolution:
 
     @property
     def overlap(self) -> float:
-        """How many windows hold an input position, away from the edges."""
+        """The number of windows that contain an input position, away from the edges."""
         reach = zip(self.window, self.strides, self.out, strict=True)
         return math.prod(max(1.0, min(size / stride, float(places))) for size, stride, places in reach)
 
@@ -54,20 +54,20 @@ class Convolution:
 
 
 def padded(x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]) -> jax.Array:
-    """Images `[n, *spatial, channels]` with their padding, and zeros between their pixels where these are dilated."""
+    """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
     config = [(low, high, step - 1) for (low, high), step in zip(padding, dilation, strict=True)]
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
 
 
 def patches(x: jax.Array, conv: Convolution) -> jax.Array:
-    """The inputs each output position sees: `[n, *out, *window, channels]`.
+    """Return the inputs in each output position's window, `[n, *out, *window, channels]`.
 
     Args:
-      x: `[n, *spatial, channels]`, already transposed.
+      x: the images, transposed to `[n, *spatial, channels]`.
       conv: the geometry.
     """
     out, rank = padded(x, conv.padding, conv.lhs_dilation), len(conv.window)
-    # Each axis becomes two, positions and window, by one gather: a slice for every tap would be as many kernels.
+    # One gather splits each axis into positions and window. A slice for every tap would need a kernel for every tap.
     for k in reversed(range(rank)):
         size, window, stride = conv.out[k], conv.window[k], conv.strides[k]
         if window == 1:
@@ -81,15 +81,16 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Patches:
-    """The rows that a convolution reads, kept as its image.
+    """The rows that a convolution reads, stored as the image.
 
     Attributes:
       image: `[n, *spatial, channels]`.
       conv: the geometry.
-      arrange: brings patches of the whole batch to `[copies, n, s, d]`; axes of rows come before the others.
-      images: whether the images are the examples, or there is a single example. Where neither is so, only `gram` and
-        `diagonal` go without forming all patches.
-      homogeneous: the last entry of every row; None without one.
+      arrange: brings the whole batch's patches to `[copies, n, s, d]`. In its `split`, the axes for examples and
+        positions come before all other axes.
+      images: whether the images are the examples, or all images together count as a single example. Otherwise
+        `by_example` forms the whole batch's patches.
+      homogeneous: the last entry of every row, None for a layer without a bias.
     """
 
     image: jax.Array
@@ -100,16 +101,16 @@ class Patches:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """The number of rows."""
         return len(self.image) * math.prod(self.conv.out)
 
     def gram(self) -> jax.Array:
         axes = None
-        # Correlations are between all channels, so those of groups are better off with patches.
+        # Correlations pair all channels, even across groups, so grouped convolutions use patches.
         if not self.arrange.copies and self.image.shape[-1] >= FEW_CHANNELS:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
         moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
-        # Patches are linear in the image, so those of the summed image are the sums.
+        # Patches are linear in the image, so the patches of the summed image are the summed patches.
         summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
         return bordered(moment, total, self.homogeneous, self.count)
@@ -135,12 +136,12 @@ class Patches:
         return append(part, self.homogeneous, 1)
 
     def _arranged(self, images: int) -> Arrangement:
-        """The arrangement for patches of so many images."""
-        alone = self.image.shape[0] == 1  # an axis of length one has no place in it
+        """Return the arrangement for patches from `images` images."""
+        alone = self.image.shape[0] == 1  # the axis of a single image does not appear in `split`
         return self.arrange if alone else self.arrange._replace(split=(images, *self.arrange.split[1:]))
 
     def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
-        """Returns the arrangement of features behind axes `lead`, which hold the examples."""
+        """Return the arrangement for arrays whose axes are `lead`, which hold the examples, and the features."""
         first, more = len(self.arrange.examples) + len(self.arrange.rows), len(lead)
 
         def moved(positions):
@@ -152,9 +153,9 @@ class Patches:
         return Arrangement(split, copies, tuple(range(more)), (), features, flips)
 
     def _sums_by_image(self, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Sums over positions of a function of each entry of the patches, `[copies, images, d]`.
+        """Apply a function to each patch entry and sum over positions, `[copies, images, d]`.
 
-        No more is formed of the patches than one tap of the window at a time.
+        Only a single tap is formed at a time.
         """
         x, conv, taps = self.image, self.conv, []
         for offset in itertools.product(*(range(size) for size in conv.window)):
@@ -165,7 +166,7 @@ class Patches:
         return self._of_features((x.shape[0],))(jnp.stack(taps, axis=1))[:, :, 0]
 
     def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
-        """Forms `gram` by correlations, with features in the order of the kernel, no longer (window, channel)."""
+        """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
         form = self._of_features(())
         names, order = form.split, form.features
         moment = offset_moment(self.image, axes).reshape(*names, *names)
@@ -175,7 +176,7 @@ class Patches:
 
     def _gram_of_patches(self) -> jax.Array:
         conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
-        # A window of one tap makes patches no larger than the image.
+        # With a single tap, the patches are no larger than the image.
         limit = n if taps == 1 else max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
 
         def moments(part):
@@ -186,12 +187,12 @@ class Patches:
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
-    """The geometry for `offset_moment`; None where patches are the better way."""
+    """Return the geometry for `offset_moment`, or None if patches are faster or the geometry needs them."""
     taps, positions = math.prod(conv.window), math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
     axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
-    # Products for all offsets, of which symmetry leaves half, and half as many again for the borders; patches have to
-    # take twice as many.
+    # The factor 1.5 is 0.75 times 2. Symmetry halves the products for all offsets, and the borders add half of the
+    # remainder. Patches must take at least twice as many products as correlations.
     products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)
     return axes if products < taps**2 * positions else None

@@ -1,4 +1,4 @@
-"""Second moments of per-example gradients: in an eigenbasis, for EKFAC, and of elementwise parameters."""
+"""Second moments of per-example gradients: in an eigenbasis for EKFAC, and for elementwise parameters."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kfac._varying import sum_of_parts
 
 
 def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Array:
-    """Sums over examples of squares of their gradients in an eigenbasis, `[copies, d_out, d_in]`.
+    """Sum the squared per-example gradients in an eigenbasis, `[copies, d_out, d_in]`.
 
-    With the eigenvectors `Q_A` and `Q_G` of the factors of a layer, and the share `sum_p g_p a_p^T` that an example
-    with positions `p` has in the gradient, it is `sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2`, elementwise (George et al.
-    2018, section 3). Among all matrices with these eigenvectors, the one whose eigenvalues are `n` times that is
-    nearest to the layer's block of the Fisher matrix.
+    The factors have the eigenvectors `Q_A` and `Q_G`. Example `i` contributes `sum_p g_ip a_ip^T`, a sum over positions
+    `p`, to the gradient. The result is `sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2`, squared elementwise (George et al.
+    2018, section 3). Among all matrices with these eigenvectors, the nearest to the layer's Fisher block has `n` times
+    the result as eigenvalues.
 
     Args:
-      x: inputs, a few examples at a time.
-      g: output gradients, of the same examples.
+      x: the inputs. Parts of the batch are processed one after another.
+      g: the output gradients for the same examples.
       basis: `Q_A` `[copies, d_in, d_in]` and `Q_G` `[copies, d_out, d_out]`.
-      dtype: of the sums.
+      dtype: the dtype of the sums.
     """
     copies, _, positions, d_out = g.array.shape
     d_in = basis.A.shape[-1]
@@ -39,10 +39,10 @@ def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Arra
 
 
 def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
-    """`squares_in_basis` of inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
+    """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
     q_a, q_g = basis.A.astype(a.dtype), basis.G.astype(a.dtype)
     positions, d_in, d_out = a.shape[2], a.shape[3], g.shape[3]
-    # Into the basis either rows, of which there are many, or the gradient, which is one matrix for each example.
+    # Rotate either the rows or the gradient, which is one matrix per example, whichever takes fewer products.
     rows_first = positions * (d_in**2 + d_out**2) <= d_in * d_out * (d_in + d_out)
     if rows_first:
         a, g = jnp.einsum("ncsi,cij->ncsj", a, q_a), jnp.einsum("ncso,cop->ncsp", g, q_g)
@@ -55,11 +55,11 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
 
 
 def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement) -> jax.Array:
-    """Gradients of each example with respect to an elementwise parameter, summed over positions, `[n, units]`.
+    """Return the per-example gradients with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
     Args:
-      g: gradient with respect to the result of the sum or product.
-      coefficient: what the parameter was multiplied by, broadcastable to `g`; None for a sum.
+      g: the gradient with respect to the sum or product.
+      coefficient: the factor by which the parameter was multiplied, broadcastable to `g`; None for a sum.
       arrange: brings `g` to `[1, n, s, units]`.
     """
 
@@ -71,6 +71,6 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
         gradients = gradients * taken(coefficient).astype(gradients.dtype)
     axes = [*arrange.examples, *arrange.features]
     order = sorted(axes)
-    # Summed before the transposition, as the array lies.
+    # Sum before transposing, in the array's memory layout.
     gradients = jnp.sum(gradients, axis=arrange.rows).transpose([order.index(k) for k in axes])
     return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -1,16 +1,16 @@
 """Second moments of overlapping windows, from correlations by relative offset.
 
 With stride 1, the block of `A` for taps `i` and `j` of a convolution's window is `sum_p x[p + i] x[p + j]^T` over
-output positions `p`. But for the border of the image it depends on `j - i` alone: it is the correlation
-`C[d] = sum_q x[q] x[q + d]^T` over all `q` with `q` and `q + d` inside the image, without the strips of `q` that tap
-`i` never reaches. A window of 3 x 3 has 81 blocks but 25 offsets, and `C[-d] = C[d]^T` leaves 13. The correlations are
-a convolution of the image with itself, the same operation as a kernel's gradient, so they run as fast as that and form
-no patches.
+output positions `p`. Except at the image border, the block depends only on `j - i`. It is the correlation
+`C[d] = sum_q x[q] x[q + d]^T` over all `q` for which `q` and `q + d` are inside the image, minus the strips of `q` that
+tap `i` never reaches. A 3 x 3 window has 81 blocks but only 25 offsets, and `C[-d] = C[d]^T` leaves 13. The
+correlations are a convolution of the image with itself, the same operation as a kernel's gradient. They are therefore
+as fast as a kernel's gradient and form no patches.
 
-Along one axis of length `H`, window `w`, dilation `r`, low padding `lo` and `O` outputs, tap `i` reaches `q` in
-`[i r - lo, i r - lo + O)`. With "all `q`" less a low and a high strip on every axis, the sum over a box is an
-inclusion-exclusion over choices of "all" or a strip for each axis; the strips are one or two pixels wide for the usual
-paddings.
+Take an axis with length `H`, window `w`, dilation `r`, low padding `lo` and `O` outputs. Tap `i` reaches `q` in
+`[i r - lo, i r - lo + O)`, which is all `q` minus a low and a high strip. The sum over a box is then an
+inclusion-exclusion over the choice, for each axis, between all `q` and a strip. With the usual paddings, the strips are
+one or two pixels wide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kfac._statistics.rows import accumulator
 
 
 class Axis(NamedTuple):
-    """One spatial axis of a convolution of stride 1 without input dilation; `low` is the padding before it."""
+    """A spatial axis of a convolution with stride 1 and no input dilation. `low` is the padding before the axis."""
 
     size: int
     window: int
@@ -40,11 +40,11 @@ class Axis(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Taps so many apart, and no more, can both be inside the image."""
+        """The largest distance, in taps, between two taps that can both be inside the image."""
         return min(self.window - 1, (self.size - 1) // self.dilation)
 
     def pair(self, i: int, j: int) -> Pair | None:
-        """What the block of taps `i` and `j` is the sum of; None if they are never both inside the image."""
+        """Return the pair of taps `i` and `j`, or None if the two taps are never both inside the image."""
         offset = (j - i) * self.dilation
         first, last = max(0, -offset), min(self.size, self.size - offset)
         start = max(first, i * self.dilation - self.low)
@@ -57,11 +57,11 @@ class Axis(NamedTuple):
         return [self.pair(i, j) for i, j in itertools.product(range(self.window), repeat=2)]
 
     def partial(self) -> list[Pair]:
-        """The distinct pairs whose sum is not over all positions."""
+        """Return the distinct pairs that do not reach all positions."""
         return sorted({pair for pair in self.pairs() if pair and pair.strips})
 
     def places(self) -> np.ndarray:
-        """`[window, window]`: where each pair is along an axis of `_by_pair`."""
+        """Return each pair's index along this axis in the result of `_by_pair`, `[window, window]`."""
         order: dict[Pair | None, int] = {pair: k for k, pair in enumerate(self.partial(), 2 * self.steps + 1)}
         order[None] = 2 * self.steps + 1 + len(order)
         places = [order[p] if p is None or p.strips else self.steps + p.steps for p in self.pairs()]
@@ -69,7 +69,14 @@ class Axis(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two taps `steps` apart, and the positions that they share by `offset` but do not reach, as `(start, stop)`."""
+    """Two taps, and the positions to subtract from their correlation.
+
+    Attributes:
+      steps: the distance between the taps, in taps.
+      offset: the distance in pixels.
+      strips: ranges `(start, stop)` of positions `q` that the first tap never reaches, although both `q` and
+        `q + offset` are inside the image.
+    """
 
     steps: int
     offset: int
@@ -77,12 +84,12 @@ class Pair(NamedTuple):
 
 
 def _one(length: int) -> Axis:
-    """An axis already cut to `length` positions."""
+    """Return an axis for data that is already cut to `length` positions."""
     return Axis(length, 1, 1, 0, length)
 
 
 def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """Sum over examples and output positions of `a a^T`, `a` the window's inputs.
+    """Sum `a a^T` over examples and output positions, where `a` holds the inputs in the window.
 
     Args:
       x: `[n, *spatial, channels]`.
@@ -94,30 +101,30 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     wide, of_pairs = accumulator(x.dtype), functools.partial(_of_pairs, axes=axes)
     if x.dtype == wide:
         return of_pairs(x)
-    # Narrow operands are convolved into float32 by no backend. Widened their products are the same, but on a GPU slow.
+    # No backend convolves narrow operands into float32. Widening them gives the same products, but is slow on a GPU.
     return lax.platform_dependent(x, cuda=of_pairs, default=lambda x: of_pairs(x.astype(wide)))
 
 
 def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """`offset_moment` from correlations for all offsets at once."""
+    """Compute `offset_moment` from the correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
-    # [*window, *window]: the place among the distinct blocks of each pair of taps.
+    # The index of each tap pair's distinct block, [*window, *window].
     rank = len(axes)
     others = [tuple(j for j in range(2 * rank) if j % rank != k) for k in range(rank)]
     places = [np.expand_dims(axis.places(), other) for axis, other in zip(axes, others, strict=True)]
     index = np.ravel_multi_index(np.broadcast_arrays(*places), distinct.shape[:-2])
     taps, channels = math.prod(axis.window for axis in axes), x.shape[-1]
-    # A gather writes the matrix once; slices put together, or corrections in place, take two to four times as long.
+    # A gather writes the matrix once. Concatenating slices, or correcting in place, takes two to four times as long.
     blocks = jnp.take(distinct.reshape(-1, channels, channels), index.reshape(taps, taps), axis=0, mode="clip")
     shape = [*(axis.window for axis in axes), channels]
     return blocks.transpose(0, 2, 1, 3).reshape(*shape, *shape)
 
 
 def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) -> jax.Array:
-    """`sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
+    """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
 
-    Along the axes from `k` on, the offsets are followed by the distinct pairs of taps that do not reach all positions,
-    and by zeros if there are pairs that are never both inside the image.
+    Along the axes from `k` on, the offsets are followed by the distinct tap pairs that do not reach all positions, and
+    by a zero entry if some tap pairs are never both inside the image.
     """
     if k == len(axes):
         return _correlate(left, right, axes)
@@ -126,7 +133,7 @@ def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) ->
     more = len(partial) + (None in axes[k].pairs())
     if not more:
         return everywhere
-    # Written in place: a concatenation would be fused with what computes its parts, element by element.
+    # Write in place, because XLA would fuse a concatenation with the computation of its parts, element by element.
     result = jnp.pad(everywhere, [(0, more if j == k else 0) for j in range(everywhere.ndim)])
     for place, pair in enumerate(partial, size):
         part = lax.index_in_dim(everywhere, axes[k].steps + pair.steps, axis=k)
@@ -141,21 +148,21 @@ def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) ->
 
 
 def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """The sums for all offsets between taps, `[*offsets, channels, channels]`."""
+    """Return `sum_q left[q] right[q + d]^T` for all offsets `d` between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
     if not any(axis.steps for axis in axes):
-        # All there is to sum over, without the layouts that convolutions need.
+        # With a single offset, a matrix product suffices and avoids the layouts that convolutions need.
         left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
         moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype))
         return moment.reshape((1,) * rank + moment.shape)
     if left.dtype != accumulator(left.dtype):
         return _products(left, right, axes)
     middle = tuple(range(1, rank + 1))
-    # As in a kernel's gradient, channels take the place of the batch, and examples that of channels.
+    # As in a kernel's gradient, swap the roles of batch and channels.
     spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))
     reach = [axis.steps * axis.dilation for axis in axes]
     padding = [(r, r) for r in reach]
-    # The axis along which an image's correlations with itself are transposed by a change of sign.
+    # If an image is correlated with itself, `C[-d] = C[d]^T`, so compute only half of the offsets along this axis.
     half = next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
     if half is not None:
         padding[half] = (0, reach[half])
@@ -167,7 +174,7 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
 
 
 def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-    """`_correlate` from a matrix product with shifted copies, which takes narrow operands into float32."""
+    """Compute `_correlate` as a matrix product with shifted copies, which sums narrow operands in float32."""
     reach = [axis.steps * axis.dilation for axis in axes]
     padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])
     sizes = left.shape[1:-1]

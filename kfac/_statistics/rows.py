@@ -1,8 +1,8 @@
-"""The normal form of what a layer reads, and of the gradient of what it writes: `[copies, n, s, d]`.
+"""The normal form for a layer's input and output gradient: `[copies, n, s, d]`.
 
 `copies` independent kernels share an array, `n` examples have `s` positions each, and a row has `d` features. A
-convolution's input has this form too, without being written out (`convolution.py`), and so have the one-hot rows of a
-lookup. Where nothing asks for single examples, all rows may count as the positions of one.
+convolution's input (`convolution.py`) and a lookup's one-hot rows also have this form, but are not written out. If
+single examples are not needed, all rows may count as the positions of a single example.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from kfac._packing import in_blocks
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype in which products of `dtype` operands are summed: float32 at least."""
-    # Floats of eight bits or fewer have no promotion of their own.
+    """Return the dtype in which products of `dtype` operands are summed: float32 or wider."""
+    # JAX defines no promotion for floats of eight bits or fewer.
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
     return jnp.dtype(jnp.float32) if narrow else jnp.promote_types(dtype, jnp.float32)
 
 
 class Arrangement(NamedTuple):
-    """How an array becomes `[copies, n, s, d]`, features in the memory order of the kernel.
+    """A rearrangement of an array to `[copies, n, s, d]`, with features in the kernel's memory order.
 
-    Axes are positions in `split`, the shape that separates them: what makes the copies, the examples, their positions
-    and the features, and what is to be read backwards.
+    Attributes:
+      split: the shape to which the array is reshaped first. The other attributes are axes in this shape.
+      copies: the axes that become `copies`.
+      examples: the axes that become `n`.
+      rows: the axes that become `s`.
+      features: the axes that become `d`.
+      flips: the axes to reverse.
     """
 
     split: tuple[int, ...]
@@ -50,50 +55,50 @@ class Arrangement(NamedTuple):
 
 
 class Geometry(Protocol):
-    """What a read does with its data: how the data becomes rows. A kind of layer of its own has one of its own."""
+    """The way in which an operation turns its data into rows. Each layer kind has its own geometry."""
 
     def form(self, x: jax.Array, arrange: Arrangement, homogeneous: float | None, images: bool, dtype: Any) -> Any:
-        """The rows of one read, a `Form`; of a lookup only its `diagonal` and `every`.
+        """Return an operation's rows, a `Form`. For a lookup, the rows have only the method `diagonal`.
 
         Args:
-          x: the data, as the operation takes it.
+          x: the operation's data operand.
           arrange: brings the rows to the normal form.
-          homogeneous: the last entry of every row; None without one.
-          images: whether the images of a convolution are the examples.
-          dtype: of the sums.
+          homogeneous: the last entry of every row, None for a layer without a bias.
+          images: for a convolution, whether the images are the examples, or all images count as a single example.
+          dtype: the dtype of the sums.
         """
 
 
 class Form(Protocol):
-    """What the statistics of one side of a layer are taken from. A homogeneous entry counts as a last feature."""
+    """The rows on one side of a layer, from which statistics are computed. A homogeneous entry is the last feature."""
 
     def gram(self) -> jax.Array:
-        """Sum of outer products of all rows, `[copies, d, d]`."""
+        """Return the sum of the outer products of all rows, `[copies, d, d]`."""
 
     def blocks(self, count: int) -> jax.Array:
-        """Its `count` diagonal blocks, as `diagonal_blocks` cuts them, `[copies, count, rows, rows]`."""
+        """Return `count` diagonal blocks of `gram`, cut as in `diagonal_blocks`, `[copies, count, rows, rows]`."""
 
     def diagonal(self) -> jax.Array:
-        """Its diagonal, `[copies, d]`."""
+        """Return the diagonal of `gram`, `[copies, d]`."""
 
     def sums(self) -> jax.Array:
-        """Sums over the positions of each example, `[copies, n, d]`."""
+        """Sum the rows over the positions of each example, `[copies, n, d]`."""
 
     def by_example(self) -> jax.Array:
-        """`[n, ...]`: what `part` makes rows of, for some of the examples."""
+        """Return the examples as an array `[n, ...]`, whose slices `part` accepts."""
 
     def part(self, part: jax.Array) -> jax.Array:
-        """Rows of some of these, `[examples, copies, s, d]`."""
+        """Return the rows for a slice of `by_example()`, `[examples, copies, s, d]`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows as an array.
+    """Rows stored as an array.
 
     Attributes:
-      array: `[copies, n, s, d]`, in the compute dtype of the layer.
-      homogeneous: the last entry of every row, which belongs to a bias: 1, or 0 in a use of the kernel without it. None
-        for a layer without a bias.
+      array: `[copies, n, s, d]`, in the layer's compute dtype.
+      homogeneous: the last entry of every row, for the bias: 1, or 0 for an operation that uses the kernel without the
+        bias. None for a layer without a bias.
     """
 
     array: jax.Array
@@ -101,7 +106,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of rows of each copy."""
+        """The number of rows per copy."""
         return self.array.shape[1] * self.array.shape[2]
 
     def gram(self) -> jax.Array:
@@ -133,7 +138,7 @@ class Rows:
 
 
 def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
-    """Counts, one-hot codes of integers, and floats of eight bits, as numbers that can be multiplied."""
+    """Cast integers to `dtype`, and floats of eight bits or fewer to bfloat16, so that they can be multiplied."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(dtype)
     return x if jnp.finfo(x.dtype).bits > 8 else x.astype(jnp.bfloat16)
@@ -141,7 +146,7 @@ def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A matrix product."""
+    """The geometry of a matrix product."""
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
         return Rows(arrange(as_floats(x, dtype)), homogeneous)
@@ -149,12 +154,12 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """The rows of a table that a gather takes, as one-hot inputs.
+    """The geometry of a gather from a table, whose inputs are one-hot rows.
 
     Attributes:
-      rows: how many rows the table has.
-      column: which component of an index vector says the row.
-      drop: whether indices out of range are dropped; otherwise they are clamped.
+      rows: the table's number of rows.
+      column: the component in an index vector that selects the row.
+      drop: whether indices out of range are dropped. Otherwise they are clamped.
     """
 
     rows: int
@@ -167,13 +172,13 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """One-hot rows, kept as their counts: the diagonal of `gram`, whose other entries are zero.
+    """One-hot rows, stored as indices. Their `gram` would be diagonal, with the count of each index as its entries.
 
     Attributes:
-      indices: as `lax.gather` takes them, `[..., components]`; a negative one is out of range.
-      lookup: what is looked up in.
-      arrange: brings the counts to the memory order of the table.
-      dtype: of the counts.
+      indices: the indices of `lax.gather`, `[..., components]`. Negative indices are out of range.
+      lookup: the geometry.
+      arrange: brings the counts to the table's memory order.
+      dtype: the dtype of the counts.
     """
 
     indices: jax.Array
@@ -191,11 +196,11 @@ class OneHot:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Rows of several copies, one copy after the other. How many each has is data.
+    """Rows of several copies, one copy after another. The number of rows per copy is known only at run time.
 
     Attributes:
       array: `[rows, d]`.
-      sizes: `[copies]`, how many rows are those of each copy; the rows behind them are of none.
+      sizes: the number of rows per copy, `[copies]`. Rows after the sum of all sizes belong to no copy.
     """
 
     array: jax.Array
@@ -218,14 +223,14 @@ class Groups:
 
 
 def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
-    """Cuts `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last filled up with zeros."""
+    """Cut `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last padded with zeros."""
     (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)
     moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
     return jnp.moveaxis(moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3)
 
 
 def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
-    """`rows` with `count` times the homogeneous entry behind the last feature."""
+    """Append the homogeneous entry, multiplied by `count`, as the last feature. None leaves the rows unchanged."""
     if homogeneous is None:
         return rows
     widths = [(0, 0)] * (rows.ndim - 1) + [(0, 1)]
@@ -233,13 +238,13 @@ def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
 
 
 def bordered(moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
-    """Appends the row and column of a homogeneous entry to a sum of outer products.
+    """Append the row and column of a homogeneous entry to a sum of outer products.
 
     Args:
       moment: `[copies, d, d]`.
-      total: `[copies, d]`, the sum of the rows.
-      homogeneous: 1, or 0 for a use of the kernel without its bias; None for no such entry.
-      count: how many rows were summed.
+      total: the sum of the rows, `[copies, d]`.
+      homogeneous: 1, or 0 for an operation that uses the kernel without its bias. None leaves `moment` unchanged.
+      count: the number of summed rows.
     """
     if not homogeneous:
         return moment if homogeneous is None else jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))

@@ -1,11 +1,13 @@
-"""Curvature as an object: linear operators on trees of parameters, factors of whole data sets, exact Fisher matrices.
+"""Curvature matrices: linear operators on parameter trees, data-set factors, and exact Fisher matrices.
 
-- `operator`: the blocks of an optimizer or of a `Factors` as an `Operator`, with inverse, roots, determinant, samples.
-- `gauss_newton`: the whole matrix of a loss, by products; a `Matrix`.
-- `estimate`: the factors of a data set at fixed parameters. `averaged_factors`: those that an optimizer has averaged.
-- `eigenbasis`: the eigenvectors of factors, in which EKFAC takes moments.
-- `Likelihood`: a distribution of targets of your own, for `kfac.output`.
-- `exact`: the exact blocks of small models, to measure approximations by.
+- `operator`: turn an optimizer state or a `Factors` into a block-diagonal `Operator`, with inverse, roots, determinant
+  and samples.
+- `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `Matrix`.
+- `estimate`: average the factors over a data set at fixed parameters.
+- `averaged_factors`: read an optimizer's running averages.
+- `eigenbasis`: return the factors' eigenvectors, the basis of EKFAC's moments.
+- `Likelihood`: define your own target distribution for `kfac.output`.
+- `exact`: compute the exact blocks of small models, to measure approximation errors.
 """
 
 from kfac._capture.likelihoods import Likelihood

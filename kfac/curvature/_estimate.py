@@ -1,4 +1,4 @@
-"""The factors of a whole data set, batch by batch."""
+"""Averages the factors over a data set, batch by batch."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ def estimate(
     has_aux: bool = False,
     num_examples: int | None = None,
 ) -> Factors:
-    """The factors of all batches together, at fixed parameters: the average over their examples.
+    """Average the factors over the examples of all batches, at fixed parameters.
 
-    In the memory of one batch. Batches may differ in size; each new size is compiled once. On several devices place
-    `params` and the batches on a mesh.
+    Memory does not grow with the number of batches. Batches may differ in size; each new size is compiled once. To use
+    several devices, place `params` and the batches on a mesh.
 
     Args:
       loss_fn: `loss_fn(params, batch)`, the mean loss of a batch, as for `value_and_grad`.
-      layers: what `find_layers` returned for it.
+      layers: the layers that `find_layers` returned for `loss_fn`.
       params: the parameters.
-      batches: any iterable of batches, such as a list or a data loader, gone through once.
+      batches: an iterable of batches, such as a list or a data loader. It is iterated once.
       fisher: `"empirical"`, `"sampled"` or `"expected"`, as for `value_and_grad`.
-      key: with `"sampled"` and `"expected"` a PRNG key, into which the number of each batch is folded.
-      basis: eigenvectors, as `kfac.curvature.eigenbasis(factors, layers)` makes them of factors from a first pass; then
-        the result has the moments in it, for `kfac.curvature.operator(layers, factors, basis=basis)`.
+      key: a PRNG key, required by `"sampled"` and `"expected"`. The index of each batch is folded into it.
+      basis: the eigenvectors that `kfac.curvature.eigenbasis(factors, layers)` returns for the factors of a first pass.
+        With `basis`, the result also holds the moments in this basis. Pass both to
+        `kfac.curvature.operator(layers, factors, basis=basis)`.
       has_aux: whether `loss_fn` returns a pair.
-      num_examples: how many examples a batch has, as for `value_and_grad`.
+      num_examples: the number of examples in each batch, as for `value_and_grad`.
 
     Returns:
       A `Factors`.
 
     Raises:
-      ValueError: there is no batch; or as of `value_and_grad`.
+      ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
     measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples)
     options = {} if basis is None else {"basis": basis}

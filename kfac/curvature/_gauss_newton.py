@@ -1,4 +1,4 @@
-"""The whole Gauss-Newton matrix of a loss, by its products."""
+"""A loss function's whole Gauss-Newton matrix, without forming the matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from kfac.curvature._operator import Operator
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class GaussNewton(Linear):
-    """`(1/n) sum_r J_r^T H_r J_r` over the rows of the marked outputs, of data in batches, `[batches, ...]`."""
+    """`F = (1/n) sum_r J_r^T H_r J_r` over the rows of the marked outputs.
+
+    Attributes:
+      params: the parameters.
+      data: the other arguments of `loss_fn`, with all examples.
+      loss_fn: `loss_fn(params, *data)`, the mean loss.
+      num_examples: the number of examples in each of the `batches` parts, or None.
+      batches: the number of equal parts into which products split `data`.
+    """
 
     params: Any
     data: tuple[Any, ...]
@@ -36,7 +44,7 @@ class GaussNewton(Linear):
         return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
 
     def sample(self, key: jax.Array) -> Any:
-        """`R^T` times white noise."""
+        """Draw `R^T` times white noise, with `F = R^T R`, so the covariance is `F`."""
 
         def white(root, index):
             roots = jax.eval_shape(root, self.params)
@@ -46,7 +54,7 @@ class GaussNewton(Linear):
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
     def _sum(self, rows: Callable[[Callable[[Any], Any], jax.Array], Any]) -> Any:
-        """The sum over batches of `R^T` times what `rows` makes of `R`, and of which batch it is, with `F = R^T R`."""
+        """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
 
         def of_batch(data, index):
             loss = marked(lambda p: self.loss_fn(p, *data), self.params, self.num_examples, "gauss_newton")
@@ -72,35 +80,38 @@ def gauss_newton(
     batches: int = 1,
     blocks: Operator | None = None,
 ) -> Matrix:
-    """The whole Gauss-Newton matrix of a loss, which is its Fisher matrix: with all that blocks by layer leave out.
+    """Return a loss function's whole Gauss-Newton matrix, which equals the Fisher matrix.
 
-    `F = (1/n) sum_r J_r^T H_r J_r`, of the Jacobians `J_r` of all marked outputs and the curvature `H_r` of the loss
-    with respect to them. Nothing of its size is formed: a product is a forward-mode derivative and a backward pass. It
-    is used like the operator by blocks::
+    Unlike the block-diagonal `operator`, the whole matrix includes the curvature between layers. It is
+    `F = (1/n) sum_r J_r^T H_r J_r`, with the Jacobian `J_r` of row `r` of the marked outputs and the Hessian `H_r` of
+    the row's loss term `-log p` with respect to the row. The matrix is never formed. A product takes a forward-mode
+    derivative and a backward pass. Use the matrix like the block-diagonal operator::
 
         fisher = kfac.curvature.gauss_newton(loss_fn, params, batch, blocks=kfac.curvature.operator(layers, factors))
         posterior = (n * fisher + 10.0).inv()     # by conjugate gradients
         posterior @ gradient, posterior.sample(key), fisher.eigsh(10, key), (n * fisher + 10.0).logdet(key)
 
-    On several devices place `params` and `data` on a mesh.
+    To use several devices, place `params` and `data` on a mesh.
 
     Args:
       loss_fn: `loss_fn(params, *data)`, the mean loss, with its outputs marked by `kfac.output`.
       params: the parameters.
-      *data: its other arguments: all that the matrix is of.
-      num_examples: how many examples of all data the loss is the mean of, as for `value_and_grad`.
-      batches: in how many parts each array of `data` is cut along its first axis. Products go over these in a scan, in
-        the memory of one.
-      blocks: what is known of the matrix by blocks, `kfac.curvature.operator(layers, factors)` without a damping, with
-        which `solve`, `inv` and `logdet` are preconditioned. It gets every multiple and every number that is added.
-        Fewer steps are not certain: where a few directions have all curvature, none is better.
+      *data: the other arguments of `loss_fn`, with all examples over which the matrix is averaged.
+      num_examples: the number of examples in `data` over which the loss is averaged, as for `value_and_grad`.
+      batches: the number of equal parts into which each array of `data` is split along its first axis. A product scans
+        over the parts, so it needs the memory of a single part.
+      blocks: an approximation of the matrix, `kfac.curvature.operator(layers, factors)` without damping. It
+        preconditions `solve`, `inv` and `logdet`. Scaling the matrix or adding a number to it does the same to
+        `blocks`. The preconditioner does not always save steps: if a few directions hold all of the curvature, plain
+        conjugate gradients take fewer steps.
 
     Returns:
-      A `Matrix`. Results of random vectors and of Lanczos' method come with their errors.
+      A `Matrix`. `trace` and `logdet` also return an error, `eigsh` and `solve` also return residuals.
 
     Raises:
       ValueError: an argument is out of range, `batches` does not divide an array or `num_examples`, or `blocks` leaves
-        out parameters; where a product is traced: no output is marked, or the number of examples is not clear.
+        out parameters. Products raise it when they are traced, if no output is marked, if the loss depends on a
+        parameter but no marked output does, or if the number of examples is not clear.
 
     References:
       Martens, "Deep learning via Hessian-free optimization", ICML 2010; Ubaru, Chen and Saad, "Fast estimation of

@@ -1,7 +1,7 @@
-"""Symmetric matrices over trees of parameters that are known by their products.
+"""Matrix-free symmetric matrices over parameter trees, defined by their products with vectors.
 
-Solutions come from conjugate gradients, eigenvalues and functions of the matrix from Lanczos' method, traces and
-determinants from random vectors, with their errors.
+Conjugate gradients solve linear systems. Lanczos' method gives eigenvalues and matrix functions. Random vectors give
+traces and determinants, with error estimates.
 """
 
 from __future__ import annotations
@@ -20,14 +20,25 @@ from kfac._checks import check
 
 
 class Estimate(NamedTuple):
-    """A number from random vectors, and its error: the standard error of their mean."""
+    """A stochastic estimate.
+
+    Attributes:
+      value: the mean over the random vectors.
+      error: the standard error of this mean. `ByProducts.logdet` adds the truncation error of Lanczos' method.
+    """
 
     value: jax.Array
     error: jax.Array
 
 
 class Solution(NamedTuple):
-    """A tree `x` with `M x = v`, the steps that it took, and the norm of `M x - v` relative to that of `v`."""
+    """The solution of `M x = v` by conjugate gradients.
+
+    Attributes:
+      value: `x`, a tree.
+      steps: the number of steps.
+      residual: the norm of `M x - v`, divided by the norm of `v`.
+    """
 
     value: Any
     steps: jax.Array
@@ -35,7 +46,13 @@ class Solution(NamedTuple):
 
 
 class Eigenpairs(NamedTuple):
-    """The largest eigenvalues first, `[k]`, the eigenvectors as a stacked tree, and the norms of `M q - value q`."""
+    """The `k` largest eigenvalues and their eigenvectors.
+
+    Attributes:
+      values: the eigenvalues in descending order, `[k]`.
+      vectors: the eigenvectors `q`, a tree with leaves `[k, ...]`.
+      residuals: the norms of `M q - value q`, `[k]`.
+    """
 
     values: jax.Array
     vectors: Any
@@ -43,25 +60,25 @@ class Eigenpairs(NamedTuple):
 
 
 class Linear:
-    """What all symmetric matrices over parameters have: one needs `matvec` and `like`."""
+    """Base class of symmetric matrices over the parameters. A subclass defines `matvec` and `like`."""
 
-    near: Any = None  # an `Operator` that is about the matrix, to precondition by
+    near: Any = None  # an `Operator` that approximates the matrix: the preconditioner
 
     def matvec(self, tree: Any) -> Any:
-        """The product with a tree like the parameters."""
+        """Multiply the matrix by a tree like the parameters."""
         raise NotImplementedError
 
     def like(self) -> Any:
-        """A tree of the shapes and dtypes of the parameters."""
+        """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         raise NotImplementedError
 
     @property
     def size(self) -> int:
-        """How many parameters the matrix is over."""
+        """The matrix dimension: the number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.like()))
 
     def __matmul__(self, vector: Any) -> Any:
-        """The product with a tree like the parameters, or with a flat vector, as `ravel_pytree(params)` makes it."""
+        """Multiply by a tree like the parameters, or by a flat vector in the order of `ravel_pytree(params)`."""
         like = self.like()
         if isinstance(vector, jax.Array | np.ndarray) and vector.ndim == 1:
             if [leaf.shape for leaf in jax.tree.leaves(like)] != [vector.shape]:
@@ -78,7 +95,7 @@ class Linear:
         return ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.like()))
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Any:
-        """The matrix times a number."""
+        """Multiply the matrix by a number."""
         s = scalar(scale)
         m = as_matrix(self)
         return Matrix(m.terms, tuple(s * x for x in m.scales), s * m.shift, None if m.near is None else m.near * s)
@@ -86,15 +103,16 @@ class Linear:
     __rmul__ = __mul__
 
     def __neg__(self) -> Any:
-        """Minus the matrix."""
+        """Return the negated matrix."""
         return self * -1.0
 
     def __add__(self, other: Any) -> Any:
-        """The matrix plus another, or plus a number times the identity, such as the precision of a prior."""
+        """Add another matrix, or a number times the identity, such as a prior's precision."""
         a = as_matrix(self)
         if isinstance(other, Linear):
             b = as_matrix(other)
-            near = b.near if a.near is None else a.near  # a sum of two operators is none, so it cannot precondition
+            # The sum of two operators is not an `Operator`, so only one of them can precondition.
+            near = b.near if a.near is None else a.near
             return Matrix(a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near)
         near = None if a.near is None else a.near + other
         return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
@@ -102,20 +120,20 @@ class Linear:
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        """The matrix minus another, or minus a number times the identity."""
+        """Subtract another matrix, or a number times the identity."""
         return self + -1.0 * other
 
     def __rsub__(self, other: Any) -> Any:
-        """A number times the identity, minus the matrix."""
+        """Subtract the matrix from a number times the identity."""
         return -self + other
 
     def eigsh(self, k: int, key: jax.Array, steps: int | None = None) -> Eigenpairs:
-        """The `k` largest eigenvalues and their eigenvectors, by Lanczos' method.
+        """Compute the `k` largest eigenvalues and their eigenvectors by Lanczos' method.
 
         Args:
-          k: how many.
-          key: a PRNG key, for the vector to begin with.
-          steps: products; `2 k + 32` by default. The residuals say whether they are enough.
+          k: the number of eigenvalues.
+          key: a PRNG key for the start vector.
+          steps: the number of products; `2 k + 32` by default. Small residuals show that `steps` is large enough.
         """
         check(k=k)
         zeros, unravel = self._raveled()
@@ -127,7 +145,7 @@ class Linear:
         return Eigenpairs(values[::-1][:k], vectors, last * jnp.abs(chosen[-1]))
 
     def to_dense(self) -> jax.Array:
-        """All of it, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`; for small models."""
+        """Return a small model's dense matrix, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`."""
         zeros, _ = self._raveled()
         return lax.map(self._flat, jnp.eye(zeros.size, dtype=zeros.dtype), batch_size=256).T
 
@@ -136,16 +154,16 @@ class Linear:
 
 
 class ByProducts(Linear):
-    """What is computed of a matrix from its products alone."""
+    """Base class of matrices whose solutions, functions, trace and determinant need only products."""
 
     def solve(self, tree: Any, damping: Any = 0.0, *, tolerance: float = 1e-5, max_steps: int = 1000) -> Solution:
-        """`(M + damping I)^-1 v` by conjugate gradients, preconditioned by the blocks if there are any.
+        """Compute `(M + damping I)^-1 v` by conjugate gradients, preconditioned by `near` unless it is None.
 
         Args:
           tree: `v`, a tree like the parameters.
-          damping: a number times the identity that is added first.
-          tolerance: of the residual, relative to `v`.
-          max_steps: at most so many products.
+          damping: a number, added to the diagonal.
+          tolerance: stop when the residual norm is at most `tolerance` times the norm of `v`.
+          max_steps: the maximum number of steps, each with a single product.
         """
         _, unravel = self._raveled()
         near = None if self.near is None else (self.near + damping).inv()._flat
@@ -154,19 +172,19 @@ class ByProducts(Linear):
         return Solution(unravel(x), steps, residual)
 
     def inv(self, *, tolerance: float = 1e-5, max_steps: int = 1000) -> Inverted:
-        """The inverse, each product of which is a `solve` with these options."""
+        """Return the inverse; each of its products is a `solve` with these options."""
         return Inverted(self, tolerance, max_steps)
 
     def map(self, fn: Callable[[jax.Array], jax.Array], steps: int = 64) -> Function:
-        """Applies `fn` to the eigenvalues of the matrix; each product takes `steps` steps of Lanczos' method."""
+        """Apply `fn` to the eigenvalues. Each product with the result takes `steps` steps of Lanczos' method."""
         return Function(self, fn, steps)
 
     def sqrt(self, steps: int = 64) -> Function:
-        """The symmetric square root."""
+        """Return the symmetric square root."""
         return self.map(jnp.sqrt, steps)
 
     def trace(self, key: jax.Array, probes: int = 32) -> Estimate:
-        """The trace, from products with random signs (Hutchinson 1990); `key` is a PRNG key."""
+        """Estimate the trace from products with `probes` random sign vectors (Hutchinson 1990); `key` is a PRNG key."""
         zeros, _ = self._raveled()
 
         def of_one(key):
@@ -176,15 +194,19 @@ class ByProducts(Linear):
         return _mean(of_one, key, probes)
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
-        """The logarithm of the determinant, by stochastic Lanczos quadrature (Ubaru, Chen & Saad 2017).
+        """Estimate the log-determinant by stochastic Lanczos quadrature (Ubaru, Chen & Saad 2017).
 
-        With blocks `P` it is that of `P`, and what `P^-1/2 M P^-1/2` adds, which varies less.
+        With a preconditioner `P`, the result is `logdet(P)`, which is exact, plus an estimate of
+        `logdet(P^-1/2 M P^-1/2)`, which varies less between random vectors.
 
         Args:
           key: a PRNG key.
-          probes: random vectors.
-          steps: products with each; with blocks few are enough. The error holds, beside the standard error and added
-            to it in squares, what the second half of the steps has changed: a guess at what more would.
+          probes: the number of random vectors.
+          steps: the number of products per random vector. With a preconditioner, few suffice.
+
+        Returns:
+          An `Estimate`. Its error is the root of the sum of two squares: the standard error, and the change in the
+          value over the second half of the steps. This change approximates the truncation error.
         """
         zeros, _ = self._raveled()
         root = None if self.near is None else self.near.inv_sqrt()._flat
@@ -193,7 +215,8 @@ class ByProducts(Linear):
             start = jax.random.rademacher(key, zeros.shape, zeros.dtype)
             product = self._flat if root is None else lambda v: root(self._flat(root(v)))
             tridiagonal = lanczos(product, start, min(steps, zeros.size))[1]
-            parts = [tridiagonal[:k, :k] for k in (len(tridiagonal), -(-len(tridiagonal) // 2))]  # of half of the steps
+            # The tridiagonal matrices after all steps and after half of the steps.
+            parts = [tridiagonal[:k, :k] for k in (len(tridiagonal), -(-len(tridiagonal) // 2))]
             return zeros.size * jnp.stack([first_column(jnp.log, part)[0] for part in parts])
 
         (value, half), errors = _mean(of_one, key, probes)
@@ -210,15 +233,15 @@ def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Matrix(ByProducts):
-    """A sum of matrices over the parameters, times numbers, plus a multiple of the identity.
+    """A linear combination of symmetric matrices over the parameters, plus a multiple of the identity.
 
-    A pytree, as `Operator` is: what `kfac.curvature.gauss_newton` returns, and sums of operators.
+    `kfac.curvature.gauss_newton` and sums of operators return a `Matrix`. Like `Operator`, it is a pytree.
 
     Attributes:
       terms: the matrices.
-      scales: their numbers.
-      shift: that of the identity.
-      near: an `Operator` that is about the sum: conjugate gradients are preconditioned with it. None without one.
+      scales: the factor of each matrix.
+      shift: the factor of the identity.
+      near: the `Operator` that preconditions `solve`, `inv` and `logdet`, or None.
     """
 
     terms: tuple[Any, ...]
@@ -227,11 +250,11 @@ class Matrix(ByProducts):
     near: Any = None
 
     def like(self) -> Any:
-        """A tree of the shapes and dtypes of the parameters."""
+        """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         return self.terms[0].like()
 
     def matvec(self, tree: Any) -> Any:
-        """The product with a tree like the parameters; each result has the dtype of its leaf."""
+        """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
         products = [term.matvec(tree) for term in self.terms]
 
         def total(leaf, *terms):
@@ -240,7 +263,7 @@ class Matrix(ByProducts):
         return jax.tree.map(total, tree, *products)
 
     def sample(self, key: jax.Array) -> Any:
-        """A draw from the normal distribution with mean zero and this matrix for its covariance, as a tree."""
+        """Draw a tree from the normal distribution with mean zero and this matrix as its covariance."""
         noise, unravel = self._raveled()
         first, *keys = jax.random.split(key, 1 + len(self.terms))
         draws = [term.sample(own) for term, own in zip(self.terms, keys, strict=True)]
@@ -256,7 +279,7 @@ def as_matrix(matrix: Any) -> Matrix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Inverted(ByProducts):
-    """The inverse of a matrix: products are solutions."""
+    """The inverse of a matrix: a product solves a linear system by conjugate gradients."""
 
     matrix: Any
     tolerance: float = dataclasses.field(metadata={"static": True})
@@ -269,11 +292,11 @@ class Inverted(ByProducts):
         return self.matrix.solve(tree, tolerance=self.tolerance, max_steps=self.max_steps).value
 
     def sample(self, key: jax.Array) -> Any:
-        """A draw with the inverse for its covariance: `M^-1 y` of a draw `y` with covariance `M`."""
+        """Draw a tree with covariance `M^-1`: the solution `M^-1 y` for a draw `y` with covariance `M`."""
         return self.matvec(self.matrix.sample(key))
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
-        """Minus that of the matrix."""
+        """Estimate the inverse's log-determinant, minus the matrix's `logdet`."""
         estimate = self.matrix.logdet(key, probes, steps)
         return Estimate(-estimate.value, estimate.error)
 
@@ -281,7 +304,10 @@ class Inverted(ByProducts):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Function(ByProducts):
-    """A function of a matrix: products are `|v| Q fn(T) e_1`, with the basis `Q` and matrix `T` of Lanczos' method."""
+    """A function of a matrix, applied to vectors by Lanczos' method.
+
+    A product with `v` is `|v| Q fn(T) e_1`, with the Lanczos basis `Q` of `v` and the tridiagonal matrix `T`.
+    """
 
     matrix: Any
     fn: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
@@ -297,16 +323,20 @@ class Function(ByProducts):
 
 
 def first_column(fn: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> jax.Array:
-    """`fn(T) e_1` of a small matrix `T`."""
+    """Return `fn(T) e_1` for a small symmetric matrix `T`."""
     values, rotation = jnp.linalg.eigh(matrix)
     return jnp.matmul(rotation, jnp.where(rotation[0] == 0, 0.0, rotation[0] * fn(values)), precision="highest")
 
 
 def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An orthonormal basis `[steps, p]` that begins with `start`, the tridiagonal matrix in it, and what is left over.
+    """Run Lanczos' method with full reorthogonalization.
 
-    Every vector is made orthogonal to all before it, twice. Where the space is exhausted a random one follows, which
-    the tridiagonal matrix does not connect with those before.
+    Each new vector is orthogonalized twice against all earlier vectors. If the Krylov space is exhausted, a random
+    vector continues the basis, and the off-diagonal entry between this vector and its predecessor is zero.
+
+    Returns:
+      An orthonormal basis `[steps, p]` whose first vector is parallel to `start`, the tridiagonal matrix
+      `[steps, steps]`, and the next off-diagonal entry.
     """
     epsilon = jnp.finfo(start.dtype).eps
 
@@ -341,7 +371,18 @@ def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array,
 def conjugate_gradients(
     product: Callable, b: jax.Array, near: Callable | None, tolerance: float, max_steps: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The solution, the number of steps, and the norm of the residual relative to that of `b`."""
+    """Solve `M x = b` by conjugate gradients.
+
+    Args:
+      product: multiplies a vector by `M`.
+      b: the right-hand side, `[p]`.
+      near: applies the preconditioner, an approximate inverse of `M`, or None.
+      tolerance: stop when the residual norm is at most `tolerance` times the norm of `b`.
+      max_steps: the maximum number of steps.
+
+    Returns:
+      The solution, the number of steps, and the residual norm divided by the norm of `b`.
+    """
     size = jnp.linalg.norm(b)
 
     def going(state):

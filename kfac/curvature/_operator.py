@@ -1,4 +1,4 @@
-"""The damped curvature as a symmetric matrix: products, inverses, roots, samples, determinants."""
+"""The damped block-diagonal curvature as a linear operator: products, inverses, roots, samples and determinants."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from kfac.curvature._matrix import Linear, scalar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The matrix of one layer, `Q diag(values) Q^T`, over the layer's parameters as matrices `[k, d_out, d_in]`.
+    """The curvature block of a layer, `k` matrices in the form `Q diag(values) Q^T`.
 
-    `k` counts copies of a stacked layer, or pieces of a kernel that is cut, which have a matrix each. A unit-wise layer
-    is a stack of its channels, `[channels, 1, p]`. Products take and return such arrays; `block @
-    layer.to_pieces(layer.to_matrix(leaves))` is one.
+    The block multiplies arrays `[k, d_out, d_in]`. Each copy in a stacked layer and each piece of a split kernel has
+    its own matrix; `k` counts these matrices. A unit-wise layer has a matrix per channel, so its arrays are
+    `[channels, 1, p]`. Example: `block @ layer.to_pieces(layer.to_matrix(leaves))`.
 
     Attributes:
-      basis: the eigenvectors `Q = Q_A (x) Q_G`, with an array `[k, d]` for a side whose eigenvectors are the identity.
+      basis: the eigenvectors `Q = Q_A (x) Q_G`, an `Eigen` per side. A side whose eigenvectors are the identity has an
+        array `[k, d]` instead.
       values: the eigenvalues, `[k, d_out, d_in]`.
     """
 
@@ -41,22 +42,22 @@ class Block:
     values: jax.Array
 
     def __matmul__(self, matrices: jax.Array) -> jax.Array:
-        """`Q diag(values) Q^T v`, of matrices with as many entries as `values`."""
+        """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
         wide = matrices.reshape(self.values.shape).astype(jnp.result_type(matrices, self.values))
         turned = self.values * rotate(wide, self.basis, "float32", back=False)
         return rotate(turned, self.basis, "float32", back=True).reshape(matrices.shape)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Block:
-        """The function `fn` of the matrix: the same eigenvectors, other eigenvalues."""
+        """Apply `fn` to the eigenvalues; the eigenvectors stay the same."""
         return dataclasses.replace(self, values=fn(self.values))
 
     def diagonal(self) -> jax.Array:
-        """`[k, d_out, d_in]`."""
+        """Return the diagonal entries, `[k, d_out, d_in]`."""
         squares = jax.tree.map(jnp.square, self.basis)
         return rotate(self.values, squares, "float32", back=True)
 
     def to_dense(self) -> jax.Array:
-        """`[k, p, p]` with `p = d_in d_out`, in the order of `kron(A, G)`, that of `kfac.curvature.exact`."""
+        """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
         k, d_out, d_in = self.values.shape
         units = jnp.eye(d_out * d_in, dtype=self.values.dtype).reshape(-1, 1, d_in, d_out).swapaxes(-1, -2)
         columns = jax.vmap(self.__matmul__)(jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in)))
@@ -66,22 +67,25 @@ class Block:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Operator(Linear):
-    """A symmetric matrix over the parameters, block diagonal by layer: what `kfac.curvature.operator` returns.
+    """A symmetric block-diagonal matrix over the parameters, with a block per layer.
 
-    A pytree: it goes through `jax.jit`, `jax.vmap(op.matvec)` works on stacked trees, and its arrays can be placed on
-    devices. Trees have the structure of the parameters. Skipped parameters are not in the matrix: what it returns for
-    them is zero, and no determinant or trace counts them.
+    `kfac.curvature.operator` returns it. An `Operator` is a pytree: it passes through `jax.jit`, its arrays can be
+    placed on devices, and `jax.vmap(op.matvec)` multiplies stacked trees. Trees have the parameters' structure.
+
+    Skipped parameters have no block. An operator from a `Factors` also has no blocks for parameters with gradient
+    factors. Products and samples are zero for parameters without a block. Trace, determinant and eigenvalues leave
+    them out.
 
     Attributes:
-      blocks: the matrix of each layer, by name.
-      layers: what `find_layers` returned.
+      blocks: the block of each layer, by layer name.
+      layers: the layers that `find_layers` returned.
     """
 
     blocks: dict[str, Block]
     layers: Layers = dataclasses.field(metadata={"static": True})
 
     def matvec(self, tree: Any) -> Any:
-        """The product with a tree of arrays like the parameters; each result has the dtype of its leaf."""
+        """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
         leaves = match_leaves(self.layers, tree, "tree")
         new: dict[str, jax.Array] = {}
         for layer in self._layers():
@@ -91,17 +95,17 @@ class Operator(Linear):
         return map_by_path(lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype), tree)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
-        """The function `fn` of the matrix: the same eigenvectors, and eigenvalues `fn(values)`, elementwise."""
+        """Apply `fn` to the eigenvalues, elementwise; the eigenvectors stay the same."""
         return dataclasses.replace(self, blocks={name: block.map(fn) for name, block in self.blocks.items()})
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
-        """The matrix times a number."""
+        """Multiply the matrix by a number."""
         return self.map(functools.partial(jnp.multiply, scalar(scale)))
 
     __rmul__ = __mul__
 
     def __add__(self, other: Any) -> Any:
-        """The matrix plus a number times the identity, such as the precision of a prior; or plus another matrix."""
+        """Add another matrix, or a number times the identity, such as a prior's precision."""
         if isinstance(other, Linear):
             return super().__add__(other)
         return self.map(functools.partial(jnp.add, scalar(other)))
@@ -109,40 +113,40 @@ class Operator(Linear):
     __radd__ = __add__
 
     def inv(self) -> Operator:
-        """The inverse. Where an eigenvalue is zero, which damping prevents, it is infinite."""
+        """Return the inverse. Zero eigenvalues become infinite; damping prevents this."""
         return self.map(lambda values: 1 / values)
 
     def sqrt(self) -> Operator:
-        """The symmetric square root."""
+        """Return the symmetric square root."""
         return self.map(jnp.sqrt)
 
     def inv_sqrt(self) -> Operator:
-        """The inverse of the symmetric square root."""
+        """Return the inverse of the symmetric square root."""
         return self.map(lambda values: 1 / jnp.sqrt(values))
 
     def trace(self) -> jax.Array:
-        """The sum of the eigenvalues, a scalar."""
+        """Return the sum of the eigenvalues, a scalar."""
         return jnp.sum(self._values())
 
     def logdet(self) -> jax.Array:
-        """The logarithm of the determinant, a scalar."""
+        """Return the log-determinant, a scalar."""
         return jnp.sum(jnp.log(self._values()))
 
     def eigvalsh(self) -> jax.Array:
-        """All eigenvalues, in growing order, `[size]`."""
+        """Return all eigenvalues in ascending order, `[size]`."""
         return jnp.sort(self._values())
 
     @property
     def size(self) -> int:
-        """How many parameters the matrix is over."""
+        """The matrix dimension: the number of parameters with a block."""
         return sum(layer.num_params for layer in self._layers())
 
     def diagonal(self) -> Any:
-        """The diagonal, as a tree of parameters."""
+        """Return the diagonal, a tree like the parameters."""
         return self._tree({layer.name: self.blocks[layer.name].diagonal() for layer in self._layers()})
 
     def sample(self, key: jax.Array) -> Any:
-        """A draw from the normal distribution with mean zero and this matrix for its covariance, as a tree.
+        """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
 
         Args:
           key: a PRNG key. `jax.vmap(op.sample)(jax.random.split(key, 8))` draws eight.
@@ -155,10 +159,10 @@ class Operator(Linear):
         return self._tree(noise)
 
     def block(self, name: str) -> Block:
-        """The matrix of one layer.
+        """Return the block of the layer `name`.
 
         Raises:
-          ValueError: there is no such layer, or it is skipped.
+          ValueError: the operator has no block with this name.
         """
         if name not in self.blocks:
             raise ValueError(f"no layer {name!r} in the operator; there are {', '.join(self.blocks)}")
@@ -166,11 +170,11 @@ class Operator(Linear):
 
     @property
     def near(self) -> Operator | None:
-        """The matrix itself, where it is over all parameters."""
+        """The preconditioner for sums with the operator: the operator itself, or None if a layer has no block."""
         return self if len(self.blocks) == len(self.layers) else None
 
     def like(self) -> Any:
-        """A tree of the shapes and dtypes of the parameters."""
+        """Return the parameters' shapes, a tree of `jax.ShapeDtypeStruct`, with the common dtype of all blocks."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
         shapes = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
         leaves = [jax.ShapeDtypeStruct(shapes[path], dtype) for path in self.layers.paths]
@@ -180,8 +184,9 @@ class Operator(Linear):
         return [layer for layer in self.layers if layer.name in self.blocks]
 
     def _values(self) -> jax.Array:
-        # The smallest eigenvalues of the last pieces are those of the zeros that fill these up: they are cut off. Those
-        # of a diagonal stand in the order of its rows, with these zeros behind.
+        # The last pieces of a split kernel are padded with zeros, whose eigenvalues are the smallest. In descending
+        # order they come last, and `from_pieces` drops them. A diagonal factor's eigenvalues are in the order of its
+        # rows, so its padding comes last already.
         def falling(layer):
             turned = [axis for axis, side in ((1, "G"), (2, "A")) if side not in layer.diagonal]
             return jnp.flip(self.blocks[layer.name].values, turned)
@@ -189,7 +194,7 @@ class Operator(Linear):
         return jnp.concatenate([layer.from_pieces(falling(layer)).ravel() for layer in self._layers()])
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
-        """The tree of parameters with the matrices of its layers."""
+        """Assemble a tree like the parameters from the matrices of the layers; zeros where a layer has no matrix."""
         leaves: dict[str, jax.Array] = {}
         for layer in self._layers():
             leaves |= _leaves(layer, matrices[layer.name])
@@ -209,34 +214,39 @@ def operator(
     inverse: Inverse | None = None,
     basis: dict[str, Kronecker] | None = None,
 ) -> Operator:
-    """The damped curvature as a linear operator: what an optimizer preconditions with, or statistics of one's own.
+    """Return the damped curvature of an optimizer state or of a `Factors` as a linear operator.
 
-    With damping `l` the matrix of a Kronecker layer is, as its inverse has it,
+    The argument `inverse` sets the block of a Kronecker layer with damping `l`:
 
     - `kfac.Eigh()`: `A (x) G + l I`;
     - `kfac.Cholesky()`: `(A + pi sqrt(l) I) (x) (G + sqrt(l)/pi I)` (Martens & Grosse 2015, section 6.3);
-    - `kfac.Ekfac()`: the eigenvectors of `A (x) G`, with second moments of per-example gradients plus `l` for
-      eigenvalues (George et al. 2018), where the layer has such.
+    - `kfac.Ekfac()`: the eigenvectors of `A (x) G`. The eigenvalues are the second moments of per-example gradients
+      plus `l` (George et al. 2018). A layer without moments has the block of `Eigh()`.
 
-    Unit-wise and diagonal blocks are `F + l I`. The decompositions are made here, and take several times as long as the
-    inverses of a step.
+    Unit-wise and diagonal blocks are `F + l I`. This function decomposes the factors, which takes several times as long
+    as a `Cholesky` refresh.
 
     Args:
-      layers: what `find_layers` returned.
-      source: a `Factors`, from `value_and_grad` or `estimate`; or the state of an optimizer, whose running averages are
-        taken, with the corrected eigenvalues of `Ekfac`. `kfac.curvature.operator(layers, opt_state).inv() @ grads` is
-        what `scale_by_kfac` makes of `grads` after a refresh. A state of several devices goes through
+      layers: the layers that `find_layers` returned.
+      source: a `Factors` from `value_and_grad` or `estimate`, or an optimizer state. A state supplies its running
+        averages and, with `Ekfac`, its corrected eigenvalues. Directly after a refresh,
+        `kfac.curvature.operator(layers, opt_state).inv() @ grads` equals the output of `scale_by_kfac` for all
+        parameters with a block. If the state is spread over several devices, pass the result of
         `kfac.state.gather_state`.
-      damping: not negative; of an inverse that is `relative`, in units of the mean eigenvalue. By default 0 with
-        factors, and that of its last step with a state.
-      inverse: one of the three above; by default that of the state. With factors `Eigh()`, or `Ekfac()` with `basis`.
-      basis: with factors that have moments, the eigenvectors these were taken in.
+      damping: the damping `l`, not negative. If the inverse is `relative`, the unit is each block's mean eigenvalue.
+        The default is 0 for a `Factors`. For a state, the default is the damping of the last step, times
+        `unitwise_damping` for unit-wise and diagonal blocks.
+      inverse: an inverse from the list above, or another `kfac.Inverse` with a `spectrum` method. The default is the
+        state's inverse. For a `Factors`, the default is `Ekfac()` with `basis`, otherwise `Eigh()`. With a state, the
+        operator takes the option `relative` from the state's inverse.
+      basis: the eigenvectors in which the moments of a `Factors` were taken.
 
     Returns:
       An `Operator`.
 
     Raises:
-      ValueError: an argument is out of range, is not one for these layers, or has no effect.
+      ValueError: an argument is out of range, does not match `layers`, or has no effect, or the inverse has no
+        `spectrum`, such as `kfac.Soap()`.
     """
     check_layers(layers)
     if damping is not None:
@@ -244,7 +254,7 @@ def operator(
     if inverse is not None:
         check_inverse(inverse)
     given = jnp.asarray(0.0 if damping is None else damping)
-    dampings = given, given  # of blocks with owners, and of the others
+    dampings = given, given  # for the blocks that have an owner device, and for the shared blocks
     if isinstance(source, Factors):
         inverse, stacks = _from_factors(layers, source, inverse, basis)
     else:
@@ -259,7 +269,8 @@ def operator(
     for group, statistics, inverse_state in stacks:
         amount = damping_of_blocks(group.inverse_of(inverse), statistics, dampings[not group.owned])
         spectra = one_by_one(functools.partial(_spectrum, group.inverse_of(inverse)), inverse_state, statistics, amount)
-        for layer, part in group.split(spectra):  # the channels of a unit-wise layer are a stack of their own
+        for layer, part in group.split(spectra):
+            # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
             blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
     return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
 
@@ -269,7 +280,7 @@ def _spectrum(inverse: Inverse, *block: Any) -> Block:
     return jax.tree.map(lambda x: x[0], stack_of_one)
 
 
-# How blocks are inverted; and each group with stacks of its statistics, and of its inverse where that has moments.
+# The inverse, and for each group its stacked statistics and its stacked inverse state (None without moments).
 Source = tuple[Inverse, list[tuple[Group, Any, Any]]]
 
 
@@ -304,7 +315,7 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
     of_state = state.settings.inverse if state.owned else inverse or Eigh()
-    # The damping of the state is in the units that its inverse has.
+    # The state's damping is in the units of the state's inverse, so the new inverse takes over `relative`.
     inverse = dataclasses.replace(inverse, relative=of_state.relative) if inverse else of_state
     if inverse.takes_moments and inverse != of_state:
         raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}")
@@ -315,18 +326,20 @@ def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> So
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
-    """The running averages of an optimizer, by layer: bias-corrected, as its inverses are made of.
+    """Return an optimizer's bias-corrected running averages, from which the inverses are computed.
 
     Args:
-      opt_state: holds the one state of an optimizer on one device; that of several goes through `gather_state`.
-      layers: what `find_layers` returned.
+      opt_state: a tree that holds a single K-FAC state. If the state is spread over several devices, pass the result
+        of `kfac.state.gather_state`.
+      layers: the layers that `find_layers` returned.
 
     Returns:
-      A `Factors`, with zeros before the first statistics. With `inverse=kfac.Ekfac()` without its moments, which
-      `kfac.curvature.operator(layers, opt_state)` has.
+      A `Factors`, which holds zeros before the first statistics. It has no blocks for layers with gradient factors, and
+      no moments, even with `inverse=kfac.Ekfac()`; `kfac.curvature.operator(layers, opt_state)` includes both.
 
     Raises:
-      ValueError: there is no K-FAC state, or more than one, or it is not one for these layers.
+      ValueError: `opt_state` holds no K-FAC state or several, the state does not match `layers`, or it is spread
+        over several devices.
     """
     check_layers(layers)
     blocks: dict[str, Any] = {}

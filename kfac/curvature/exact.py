@@ -1,8 +1,8 @@
-"""The exact Fisher matrix of small models, layer by layer, to measure approximations by.
+"""Exact diagonal blocks of a small model's Fisher matrix, to measure approximation errors.
 
-The block of a layer is a matrix over the entries of the layer's parameters as a matrix `[d_out, d_in]` (the bias is its
-last column, as in `Layer.to_matrix`), in the order of `kron(A, G)`: entry `(i_out, i_in)` has index `i_in * d_out +
-i_out`. Blocks of stacked layers carry a leading axis of copies.
+`Layer.to_matrix` turns a layer's parameters into a matrix `[d_out, d_in]` with the bias as its last column. A block
+indexes the entries of this matrix in the order of `kron(A, G)`: entry `(i_out, i_in)` has index `i_in * d_out + i_out`.
+Blocks of stacked layers have a leading axis of copies.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ def fisher_blocks(
     has_aux: bool = False,
     num_examples: int | None = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """The exact diagonal blocks of the Fisher matrix, for each layer one.
+    """Return a function that computes the exact Fisher block of each layer.
 
-    With `z_r` the `n` rows of the output that `loss_fn` marks with `kfac.output` and `J_r` their Jacobians with respect
-    to a layer's parameters:
+    Let `n` be the number of examples, and `J_r` the Jacobian of row `r` of the marked output with respect to a layer's
+    parameters. `loss_fn` marks the output with `kfac.output`. The block is, by `fisher`:
 
-    - `"true"`: `(1/n) sum_r J_r^T H_r J_r`, where `H_r = E[(E[y] - y) (E[y] - y)^T]` over targets `y` from the
-      distribution that the network predicts. It is what `fisher="sampled"` of `value_and_grad` estimates, and for these
-      distributions the generalised Gauss-Newton matrix of the loss (Martens 2020, section 9.2).
-    - `"empirical"`: `n sum_i g_i g_i^T` with the shares `g_i` that examples have in the gradient of the loss, by way of
-      the marked output (Kunstner et al. 2019, equation 3).
+    - `"true"`: `(1/n) sum_r J_r^T H_r J_r`. `H_r` is the second moment of the gradient of `-log p(y | output)` with
+      respect to row `r`, over targets `y` from the distribution that the network predicts. `value_and_grad` with
+      `fisher="sampled"` estimates this matrix. For the built-in distributions `H_r = E[(E[y] - y) (E[y] - y)^T]`, and
+      the matrix equals the loss function's generalised Gauss-Newton matrix (Martens 2020, section 9.2).
+    - `"empirical"`: `n sum_i g_i g_i^T`. `g_i` is the contribution of example `i`, through its rows of the marked
+      output, to the gradient of the loss (Kunstner et al. 2019, equation 3).
 
-    Both are exact also where examples interact: `J_r` then runs through the whole batch. With `num_examples=n` and more
-    rows than that, an example is `rows / n` rows in succession.
+    Both blocks remain exact if examples interact, because `J_r` differentiates through the whole batch. If the marked
+    output has more than `n` rows, each example owns `rows / n` consecutive rows.
 
-    It takes a pass over the whole batch for every parameter, and memory for as many outputs: meant for small models and
-    few examples.
+    The function differentiates the whole batch once per parameter and stores an output tangent for each, so use it for
+    small models and few examples.
 
     Args:
       loss_fn: the mean loss, as for `value_and_grad`.
-      layers: what `find_layers` returned for it.
+      layers: the layers that `find_layers` returned for `loss_fn`.
       fisher: `"true"` or `"empirical"`.
-      names: names of the layers. By default all that have statistics.
+      names: the names of the layers. The default is all layers that are not skipped.
       has_aux: whether `loss_fn` returns a pair.
-      num_examples: `n`. By default the number of rows of the marked output.
+      num_examples: `n`, by default the number of rows of the marked output; see `value_and_grad`.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns a block `[p, p]` (`[copies, p, p]` for stacked layers) for
-      each layer, `p = d_in * d_out`, in float32 (float64 for float64 parameters).
+      A function of the arguments of `loss_fn`. It returns a dictionary from layer name to block, `[p, p]` with
+      `p = d_in * d_out`, or `[copies, p, p]` for stacked layers. Blocks are float32, or float64 for float64 parameters.
 
     Raises:
-      ValueError: an argument is out of range; when the function is called: no output is marked, or the loss depends on
-        a parameter but no marked output does, or examples cannot be told apart because the output is marked inside a
-        scan.
+      ValueError: an argument is out of range. The returned function raises it if no output is marked, if the loss
+        depends on a parameter but no marked output does, if the layers differ from `layers`, if the number of examples
+        is not clear, or if an output is marked inside a scan and its rows cannot be assigned to examples.
     """
     if fisher not in ("true", "empirical"):
         raise ValueError(f"fisher must be 'true' or 'empirical', but is {fisher!r}")
@@ -114,7 +115,7 @@ ByMark = dict[Key, jax.Array]
 def _outputs(
     traced: Trace, marks: Marks, leaves: dict[str, jax.Array]
 ) -> tuple[ByMark, Callable[[dict[str, jax.Array]], ByMark], ByMark]:
-    """The marked outputs, the product with their Jacobian, and the gradient of the loss with respect to them."""
+    """Return the marked outputs, their Jacobian-vector product, and the gradient of the loss with respect to them."""
     plan = Plan()
     marks.place(plan, lambda mark: lambda x, offset: (x + offset.astype(x.dtype), x))
 
@@ -128,21 +129,22 @@ def _outputs(
     offsets = jax.tree.map(lambda x, like: x.astype(like.dtype), offsets, shapes)
     slopes = jax.grad(lambda offsets: evaluate(leaves, offsets)[0])(offsets)
     outputs, pull = jax.vjp(lambda leaves: evaluate(leaves, offsets)[1], leaves)
-    # Not by a forward-mode derivative, which a `jax.custom_vjp` has not.
+    # Transpose the VJP, because functions with a `jax.custom_vjp` have no forward-mode derivative.
     push = jax.linear_transpose(lambda cotangents: pull(cotangents)[0], outputs)
     return outputs, lambda moved: push(moved)[0], slopes
 
 
 def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
-    """From changes of the outputs to `S_r` times those of each row, over the root of `n`, with `H_r = S_r^T S_r`."""
+    """Return a function from output tangents `v_r` to `sqrt(weight / n) S_r v_r` for each mark, `H_r = S_r^T S_r`."""
     what = "the exact Fisher matrix"
     return lambda moved: [mark.times_root(outputs[mark.key], moved[mark.key], n, what) for mark in marks.marks]
 
 
 def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
-    """From changes of the outputs to those of the loss of each example, times the root of `n`.
+    """Return a function from output tangents to `sqrt(n)` times each example's contribution to the loss tangent.
 
-    What a mark of weight `w` brings is over the root of `w`. The rows of a batch of its own are examples of their own.
+    The contribution of a mark with weight `w` is divided by `sqrt(w)`. If marks have weights and `n` does not divide
+    the rows of a mark, the mark belongs to another batch, and each of its rows counts as an example.
     """
     apart = [mark for mark in marks.marks if mark.rows % n and marks.weighted]
     together = [mark for mark in marks.marks if mark not in apart]
@@ -164,11 +166,11 @@ def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[
 
 
 class Error(NamedTuple):
-    """How far an approximation is from a matrix, each `[]` or `[copies]`.
+    """The error of an approximate block, arrays of shape `[]` or `[copies]`.
 
     Attributes:
-      relative: the Frobenius norm of the difference, relative to that of the matrix; 0 is perfect.
-      cosine: the cosine of the angle between the two as vectors, whatever their lengths; 1 is perfect.
+      relative: the Frobenius norm of the difference, divided by the norm of the exact block; 0 is perfect.
+      cosine: the cosine of the angle between both blocks as vectors, which ignores their scales; 1 is perfect.
     """
 
     relative: jax.Array
@@ -176,19 +178,21 @@ class Error(NamedTuple):
 
 
 def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
-    """An approximate block as a full matrix, in the order of `fisher_blocks`.
+    """Return an approximate block as a dense matrix, in the order of `fisher_blocks`.
 
     Args:
-      block: `Kronecker(A, G)` or `Unitwise(F)` of a `Factors`.
-      basis: the eigenvectors of the layer from `kfac.curvature.eigenbasis`, for the matrix of EKFAC, which has
-        `block.moments` for eigenvalues.
+      block: a block of a `Factors`, such as `Kronecker(A, G)` or `Unitwise(F)`. Diagonal factors and factors that are
+        split into diagonal blocks are not supported.
+      basis: the layer's eigenvectors from `kfac.curvature.eigenbasis`, to get the matrix of EKFAC. Its eigenvalues are
+        `block.moments`.
 
     Returns:
-      `[p, p]`, or `[copies, p, p]` for stacked factors: `kron(A, G)`, or that of EKFAC, or the blocks of the channels.
+      `[p, p]`, or `[copies, p, p]` for stacked factors. Without `basis`, a Kronecker block gives `kron(A, G)`. A
+      unit-wise block gives the matrix that contains the blocks of all channels.
 
     Raises:
-      TypeError: `block` is neither.
-      ValueError: with `basis`, `block` has no moments.
+      TypeError: `block` is not the statistics of a layer.
+      ValueError: `basis` is given, but `block` has no moments.
     """
     if not isinstance(block, Statistics):
         raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
@@ -196,11 +200,11 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
-    """The error of an approximate block.
+    """Return the error of an approximate block.
 
     Args:
-      exact: `[..., p, p]`, such as a block of `fisher_blocks`.
-      approximation: of the same shape, such as `dense(factors[name])`.
+      exact: the exact block `[..., p, p]`, such as a block of `fisher_blocks`.
+      approximation: an array with the same shape, such as `dense(factors[name])`.
 
     Returns:
       `Error(relative, cosine)`, each of shape `[...]`.
@@ -216,20 +220,20 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
 
 
 def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
-    """The Kronecker product nearest to a block in Frobenius norm: no choice of factors has a smaller error.
+    """Return the Kronecker factors whose product is nearest to a block in the Frobenius norm.
 
-    By the leading singular vectors of the rearranged block (Van Loan & Pitsianis 1993). The block is positive
-    semi-definite, and so are the factors.
+    The leading singular vectors of the rearranged block give the factors (Van Loan & Pitsianis 1993). If the block is
+    positive semi-definite, so are the factors.
 
     Args:
-      exact: `[p, p]`, or `[copies, p, p]` for a stacked layer.
-      layer: the layer, of kind `"dense"` or `"conv"`.
+      exact: the block, `[p, p]`, or `[copies, p, p]` for a stacked layer.
+      layer: the layer, which has a Kronecker block, such as kind `"dense"` or `"conv"`.
 
     Returns:
       `Kronecker(A, G)`, with factors of equal norm.
 
     Raises:
-      ValueError: the block is not that of such a layer.
+      ValueError: `layer` has no Kronecker block, or `exact` does not have its shape.
     """
     shape, a, g = layer.factor_shapes, layer.d_in, layer.d_out
     if set(shape) != {"A", "G"} or exact.shape != (*shape["A"][:-2], a * g, a * g):

@@ -1,7 +1,7 @@
-"""What a run on many devices would take, counted from shapes before any is rented.
+"""Predict a run's cost on many devices from shapes, before you rent the devices.
 
-- `plan`: FLOPs, messages, seconds and memory, and intervals that keep to an overhead; a `Plan` for a `Hardware`.
-- `Assignment`: which device owns which block.
+- `plan`: returns a `Plan` for a `Hardware`: FLOPs, messages, seconds, memory, and intervals that meet an overhead.
+- `Assignment`: the devices that own the blocks.
 """
 
 from kfac.planning._assignment import Assignment

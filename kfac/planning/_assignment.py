@@ -1,4 +1,4 @@
-"""The plan of a distributed preconditioner, counted from shapes: who owns what, and what that takes."""
+"""Which device owns which block, and the memory and messages that this takes, counted from shapes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,22 @@ from kfac._packing import room
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Assignment:
-    """The plan of a distributed preconditioner; print it before renting machines.
+    """The assignment of blocks to devices. Print it before you rent machines.
 
-    Everything in it is counted from the shapes of the layers. Of the bytes of a message a ring moves (D-1)/D in and out
-    of each device for a reduce-scatter, gather or all-to-all, twice that for an all-reduce.
+    All numbers are counted from the layers' shapes. Message sizes are in bytes: a device's input to an all-reduce, a
+    reduce-scatter or an all-to-all, and a device's output from an all-gather. On `D` devices, a ring moves (D-1)/D of
+    these bytes in and out of each device. An all-reduce moves twice as much.
 
     Attributes:
       layers: the layers.
       devices: number of devices.
-      inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      gradients: how they get to the owners. `"averaged"` on all devices, as by `lax.pmean`, or by XLA for parameters
-        that all devices have; `"local"`: as they are inside `jax.shard_map`, averaged at the owners alone; `"split"`:
-        to the owners alone, of parameters that are split over the devices.
-      communication_dtype: of statistics, as given to `value_and_grad`.
+      inverse: the kind of inverse, as for the optimizer. None: `Soap()`, the default of `kfac.kfac`.
+      gradients: how gradients get to the blocks' owners.
+
+        - `"averaged"`: an all-reduce gives them to all devices, by `lax.pmean`, or by XLA for replicated parameters.
+        - `"local"`: each device has its own gradients, as inside `jax.shard_map`. They are averaged at the owners only.
+        - `"split"`: parameters are split over the devices. Their gradients go to the owners only.
+      communication_dtype: the dtype of the statistics' messages, as for `value_and_grad`.
     """
 
     layers: Layers
@@ -55,14 +58,14 @@ class Assignment:
     communication_dtype: str = "float32"
 
     def __post_init__(self):
-        """Checks the arguments."""
+        """Check the arguments."""
         check_layers(self.layers)
         check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
         check_inverse(self.kind)
 
     @property
     def kind(self) -> Inverse:
-        """`inverse`, or what is used by default."""
+        """The kind of inverse: `inverse`, or `Soap()` if this is None."""
         return Soap() if self.inverse is None else self.inverse
 
     @functools.cached_property
@@ -72,23 +75,23 @@ class Assignment:
 
     @functools.cached_property
     def shards(self) -> dict[str, Shard]:
-        """How each Kronecker group lies on the devices."""
+        """How each Kronecker group is dealt to the devices, by group name."""
         return make_shards(self.costs, self.devices)
 
     @property
     def costs(self) -> list[Cost]:
-        """What there is to do for the blocks of each Kronecker group."""
+        """The work and the size of the blocks, for each Kronecker group."""
         return group_costs(self.groups)
 
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
-        """Work of a refresh on each device, in `n^3`; the largest is the critical path."""
+        """Work of a refresh on each device, in units of `n^3`. The largest number is the critical path."""
         shares = [cost.work * np.sum(self.shards[cost.name].held, axis=1) for cost in self.costs]
         return sum(shares, np.zeros(self.devices, int)).tolist()
 
     @property
     def memory_per_device(self) -> int:
-        """Bytes of running averages, inverses and momentum that every device holds."""
+        """Bytes that each device holds for running averages, inverses and momentum."""
         mesh, way = AbstractMesh((self.devices,), ("devices",)), Way(("devices",), ("devices",))
         config = Config(self.layers, self.groups, self.kind, way, Moves(momentum=0.9))
         settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
@@ -102,10 +105,10 @@ class Assignment:
 
     @property
     def statistics_messages(self) -> dict[str, int]:
-        """Bytes of statistics by kind of message, each time there are some.
+        """Message bytes for a batch's statistics, by kind of message.
 
-        Of all-reduces, reduce-scatters and all-to-alls what a device puts in, of all-gathers what it gets. Where
-        gradients are split, all devices get an equal part of each layer's, which then goes to its owner.
+        If gradients are split, a reduce-scatter first gives each device an equal part of each Kronecker layer's
+        statistics. An all-to-all then sends these parts to the owners. An all-reduce averages all other statistics.
         """
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
@@ -122,19 +125,24 @@ class Assignment:
 
     @property
     def packed_elements(self) -> int:
-        """Number of elements of the packed statistics of all Kronecker layers."""
+        """Number of elements in all captured Kronecker layers' packed statistics."""
         layers = [layer for group in self.groups if group.captured and group.owned for layer in group.layers]
         return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
 
     def _packed(self, group: Group, dtype: Any = None) -> Any:
-        """The statistics of one block, packed."""
+        """Return a block's packed statistics."""
         return self._statistics(group).packed(tuple(group.shapes.values()), dtype=dtype)
 
     @property
     def gradients_messages(self) -> dict[str, int]:
-        """As `statistics_messages`, of the gradients, averaged everywhere, or to the owners where they arrive local.
+        """Message bytes for a step's gradients, by kind of message.
 
-        Of those that are split: over the same devices; first averaged, each to where its parameter lies.
+        - `"averaged"`: an all-reduce of all gradients.
+        - `"local"`: a reduce-scatter averages the blocks' gradients to the owners, with an all-to-all if segments
+          differ. An all-reduce averages all other gradients.
+        - `"split"`: a reduce-scatter averages all gradients to their parameters' devices. An all-to-all then sends the
+          blocks' gradients to the owners. An all-gather sends the gradients of unit-wise and diagonal layers to all
+          devices.
         """
         if self.devices == 1:
             return {}
@@ -150,7 +158,11 @@ class Assignment:
 
     @property
     def results_messages(self) -> dict[str, int]:
-        """As `statistics_messages`, of the preconditioned gradients that are gathered in each step, or split again."""
+        """Message bytes for a step's preconditioned gradients, by kind of message.
+
+        An all-gather sends them to all devices. If gradients are split, an all-to-all returns them to their parameters'
+        devices.
+        """
         if self.gradients != "split":
             return self._messages(self._gradient, "all-gather")
         blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in self.groups if g.owned)
@@ -158,11 +170,18 @@ class Assignment:
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """As `results_messages`, of the bases that all devices get in a step with a refresh, with `Ekfac`."""
+        """Message bytes for the new bases that all devices get after a refresh with `Ekfac`, by kind of message."""
         return self._messages(self._basis, "all-gather")
 
     def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
-        """Bytes by kind of message, from what there is of one block of a group: as `collectives` sends it."""
+        """Return the message bytes by kind, as the functions in `collectives` send them.
+
+        Args:
+          block: returns the arrays to send for a block in a group, or None.
+          kind: the message between devices and owners: `"reduce-scatter"` or `"all-gather"`. With the first, groups
+            without owners are all-reduced.
+          number: the largest number of buckets.
+        """
         arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
         itemsize = max((x.dtype.itemsize for g, leaves in arrays.items() if g.owned for x in leaves), default=1)
         sizes = {}
@@ -181,19 +200,19 @@ class Assignment:
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
 
     def _gradient(self, group: Group) -> Any:
-        """One block's."""
+        """Return a block's gradient, or None if the group has no owners."""
         return jnp.zeros((1, group.d_out * group.d_in)) if group.owned else None
 
     def _statistics(self, group: Group) -> Block:
-        """One block's."""
+        """Return a block's statistics."""
         return group.zeros(1, jnp.float32, group.moments(self.kind))
 
     def _basis(self, group: Group) -> Any:
-        """What all devices get of the inverse of one block."""
+        """Return a block's basis, which all devices get, or None."""
         return self.kind.basis(self.kind.init(self._statistics(group))) if group.owned else None
 
     def owners(self) -> list[tuple[str, int, int]]:
-        """Owner of every Kronecker block: `(layer name, copy or piece, device)`."""
+        """Return every Kronecker block's owner: `(layer name, copy or piece, device)`."""
         return [
             (layer.name, copy, self.shards[group.name].location(start + copy)[0])
             for group in self.groups if group.owned

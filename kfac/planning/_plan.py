@@ -1,4 +1,4 @@
-"""What a run on many devices would take, and which intervals keep it to a given overhead."""
+"""Predict a run's cost on many devices, and choose intervals that meet a given overhead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kfac.planning._assignment import Assignment
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a device is taken to do in a second; an assumption, which a measurement should replace.
+    """A device's assumed speed and memory. Replace these numbers with your measurements.
 
     Attributes:
-      flops: in matrix products of the model and of statistics.
-      inversion_flops: in float32 factorisations, of which one matrix does not fill a device.
-      bandwidth: bytes that it sends while it receives as many.
-      memory: bytes that it holds.
+      flops: FLOPs per second in the matrix products of the model and of the statistics.
+      inversion_flops: FLOPs per second in float32 factorisations. A single factorisation does not fill a device.
+      bandwidth: bytes per second that a device sends while it receives as many.
+      memory: bytes of memory.
     """
 
     flops: float
@@ -31,33 +31,36 @@ class Hardware:
     memory: float = 8e10
 
 
-# A fifth to two fifths of the bfloat16 peaks, 989 and 459 TFLOP/s; a network of 400 Gbit/s for each H100, and of the
-# 4,800 Gbit/s of a TPU v5p's six links those of one axis of the torus.
+# FLOPs are a fifth of the H100's bfloat16 peak (989 TFLOP/s), and two fifths of the TPU v5p's (459 TFLOP/s). Each H100
+# has a network of 400 Gbit/s. A TPU v5p has six links with 4,800 Gbit/s together; a ring uses the two links on one axis
+# of the torus.
 HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10, 8e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10)}
 
 
-# What the seconds of messages are called where those of something else have their name.
+# `Plan.seconds` has these keys for messages whose own name already stands for computation.
 _SENT = {"statistics": "statistics' messages", "inverses": "refreshes' messages"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What a run would take; print it. What `plan` returns.
+    """The predicted cost of a run, as returned by `plan`. Print it to see a table.
 
     Attributes:
-      assignment: who owns what.
-      batch: examples of all devices together.
-      hardware: what a device is taken to do.
-      overhead: the share of the time of a first-order step that was asked for.
-      statistics_every: statistics are taken every so many steps; None where no interval is long enough.
-      inverse_every: each inverse is refreshed every so many steps; likewise.
-      flops: of one device: of the `"model"` and the `"statistics"` each time, of `"preconditioning"` each step, and
-        of the critical path of the `"inversions"` of a cycle.
-      messages: bytes by kind of `"gradients"`, `"statistics"`, `"results"`, `"inverses"` that all get.
-      seconds: of the same, each time.
-      memory: bytes of one device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
-        `"statistics"` of a step, packed on several devices. Activations are no part of it.
-      largest: the layer whose block costs most to invert, and its share of the critical path.
+      assignment: the blocks' owners.
+      batch: the global batch size in examples.
+      hardware: a device's assumed speed and memory.
+      overhead: the target overhead, as a fraction of a first-order step's time.
+      statistics_every: the interval between statistics, in steps. None if no interval meets the overhead.
+      inverse_every: the interval between refreshes, in steps. None if no interval meets the overhead.
+      flops: FLOPs of a device, by part: `"model"` and `"preconditioning"` in each step, `"statistics"` each time they
+        are taken, and `"inversions"` in each refresh, on the critical path.
+      messages: bytes by kind of message, by part: `"gradients"` and `"results"` (preconditioned gradients) in each
+        step, `"statistics"` each time they are taken, and `"inverses"` (bases that all devices get) in each refresh.
+      seconds: predicted time of each part, each time. The keys are the keys of `flops`, `"gradients"`, `"results"`,
+        `"statistics' messages"` and `"refreshes' messages"`.
+      memory: bytes of a device, by part: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
+        `"statistics"` of a step, which are packed on several devices. Activations are not included.
+      largest: the layer whose block costs most to invert, and the block's share of the critical path.
     """
 
     assignment: Assignment
@@ -74,17 +77,23 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device holds all but activations."""
+        """Whether everything except activations fits into a device's memory."""
         return sum(self.memory.values()) <= self.hardware.memory
 
     @property
     def first_order_seconds(self) -> float:
-        """Of a step without K-FAC: the model and the all-reduce of its gradients."""
+        """Seconds for a step without K-FAC: the model and its gradients' messages.
+
+        These messages are `Assignment.gradients_messages`, which include messages to the blocks' owners.
+        """
         return self.seconds["model"] + self.seconds["gradients"]
 
     @property
     def extra_seconds(self) -> float:
-        """What K-FAC adds to the mean step; without intervals, what it adds to every step."""
+        """Seconds that K-FAC adds to a mean step.
+
+        Without intervals, this counts preconditioning and its messages only.
+        """
         always = self.seconds["preconditioning"] + self.seconds["results"]
         if not self.statistics_every or not self.inverse_every:
             return always
@@ -108,31 +117,33 @@ def plan(
     statistics_every: int | None = None,
     **rates: float,
 ) -> Plan:
-    """What K-FAC would take on so many devices, counted from shapes; it compiles nothing and needs no device.
+    """Predict the cost of K-FAC on many devices from the layers' shapes. This compiles nothing and needs no device.
 
-    FLOPs of the model are those of the matrix products and convolutions that read parameters, three times for forward
-    and backward pass; of the statistics those of dense products, of which convolutions of stride 1 take up to seven
-    times less. Seconds are predictions: FLOPs and bytes over what the hardware is taken to do, nothing overlapping.
+    The model's FLOPs count the matrix products and convolutions that read parameters, three times for the forward and
+    the backward pass. The statistics' FLOPs count dense products. For convolutions with stride 1, the real number is up
+    to 7 times smaller. Seconds are FLOPs and bytes divided by the assumed rates of the hardware, without overlap.
 
     Args:
-      layers: what `find_layers` returned, with the shapes of real examples.
-      devices: how many.
-      batch: examples of all devices together.
+      layers: the result of `find_layers` for real example shapes.
+      devices: number of devices.
+      batch: the global batch size in examples.
       hardware: `"h100"`, `"tpu-v5p"`, or a `Hardware`.
-      overhead: by what share of the time of a first-order step the mean step may be longer. The shortest intervals for
-        which that is so are picked: first one for both, then statistics as often as the rest allows.
-      inverse: how blocks are inverted, as given to the optimizer. None: as `kfac.kfac` does by default.
-      gradients: as of `Assignment`.
-      communication_dtype: likewise.
-      inverse_every: the interval between refreshes, if it is not to be picked.
-      statistics_every: likewise between statistics.
-      **rates: fields of `Hardware` that are known better: `flops`, `inversion_flops`, `bandwidth`.
+      overhead: the acceptable overhead of a mean step, as a fraction of a first-order step's time. The function picks
+        the shortest intervals that meet it: first a common interval, then a shorter interval for statistics if the
+        budget allows this.
+      inverse: the kind of inverse, as for the optimizer. None: `Soap()`, the default of `kfac.kfac`.
+      gradients: how gradients get to the blocks' owners; see `Assignment`.
+      communication_dtype: the dtype of the statistics' messages, as for `value_and_grad`.
+      inverse_every: the interval between refreshes. None picks it.
+      statistics_every: the interval between statistics. None picks it.
+      **rates: values that replace fields of `hardware`: `flops`, `inversion_flops`, `bandwidth`, `memory`.
 
     Returns:
       A `Plan`.
 
     Raises:
       ValueError: an argument is out of range, or a layer was found without positions.
+      TypeError: `rates` has a key that is not a field of `Hardware`.
     """
     machine = _machine(hardware, rates)
     check(batch=batch, overhead=overhead)
@@ -161,7 +172,7 @@ def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
 
 
 def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict, dict, dict]:
-    """FLOPs, bytes by kind of message, and seconds."""
+    """Return the FLOPs, the bytes by kind of message, and the seconds, each by part of a step."""
     layers, local = assignment.layers, batch / assignment.devices
     flops = {
         "model": 3 * local * sum(map(products_of, layers)),
@@ -184,7 +195,11 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
 
 
 def _memory(assignment: Assignment) -> dict[str, int]:
-    """Bytes of one device, all in float32. Gradients that are split go to owners as stacks; so are parameters split."""
+    """Return a device's bytes by part, all in float32.
+
+    If gradients are split, a device holds its share of the parameters and gradients, and in addition its own blocks'
+    gradients as stacks.
+    """
     parameters = 4 * sum(layer.num_params for layer in assignment.layers)
     share = -(-parameters // assignment.devices) if assignment.gradients == "split" else parameters
     at_owners = assignment.results_messages.get("all-to-all", 0) if assignment.gradients == "split" else 0
@@ -193,9 +208,10 @@ def _memory(assignment: Assignment) -> dict[str, int]:
 
 
 def _statistics_memory(assignment: Assignment) -> int:
-    """Counts bytes of statistics on a device: whole on one, else packed, or a part if gradients are split.
+    """Return a device's bytes for a step's statistics.
 
-    And then the own blocks and the largest layer unpacked.
+    A single device holds whole factors, several devices hold packed factors. If gradients are split, a device holds its
+    share of the packed factors, its own blocks, and the largest layer's unpacked factors.
     """
     if assignment.devices == 1:
         shapes = [shape for layer in assignment.layers.with_factors for shape in layer.factor_shapes.values()]
@@ -209,7 +225,7 @@ def _statistics_memory(assignment: Assignment) -> int:
 
 
 def _too_large(plan: Plan) -> list[str]:
-    """What does not fit, and the option that makes it fit."""
+    """Return a warning that names the required memory and the option that helps. Empty if the run fits."""
     if plan.fits:
         return []
     assignment, needed = plan.assignment, format_bytes(sum(plan.memory.values()))
@@ -223,22 +239,25 @@ def _too_large(plan: Plan) -> list[str]:
 
 
 def in_all_reduces(messages: dict[str, int]) -> float:
-    """Bytes of an all-reduce that takes as long: it is a reduce-scatter and an all-gather, so others count half."""
+    """Return the bytes of an all-reduce that takes as long as these messages.
+
+    An all-reduce is a reduce-scatter and an all-gather, so messages of other kinds count half.
+    """
     return sum(size if kind == "all-reduce" else size / 2 for kind, size in messages.items())
 
 
 def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int) -> float:
-    """Returns the seconds of a mean step for what is not done in every step."""
+    """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
     return statistics / statistics_every + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
 
 
 def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
-    """Returns the shortest intervals whose work fits into `budget` seconds of a mean step; given ones stay."""
+    """Return the shortest intervals whose work fits into `budget` seconds of a mean step. Given intervals stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
     if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every
-    every = (round(1.02**n) for n in itertools.count())  # an interval of hundreds of steps need not be exact
+    every = (round(1.02**n) for n in itertools.count())  # intervals of hundreds of steps need not be exact
     both = next(n for n in every if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
     inverse_every = inverse_every or both
     if not statistics_every:

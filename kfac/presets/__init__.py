@@ -1,8 +1,8 @@
-"""Whole optimizers beside `kfac.kfac`.
+"""Complete optimizers for special cases, in addition to `kfac.kfac`.
 
-- `large_batch`: all options, and the settings of a published recipe.
-- `deterministic`: for whole batches, without a rate to choose.
-- `adaptive_damping`: around an optimizer whose damping is to follow the loss.
+- `large_batch`: all options, with the settings of a published recipe as defaults.
+- `deterministic`: full-batch training without a learning rate to choose.
+- `adaptive_damping`: wraps an optimizer and adapts its damping to the loss.
 """
 
 from kfac.presets._adaptive_damping import adaptive_damping

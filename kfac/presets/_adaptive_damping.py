@@ -16,17 +16,17 @@ from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
 from kfac._varying import as_varying, device_axes, varying_axes
 
-WORSE = 3.0  # by so much the damping grows when a step is taken back
+WORSE = 3.0  # the damping grows by this factor when a step is rejected
 
 
 class Predicted(NamedTuple):
-    """State of an optimizer that has a quadratic model of its own.
+    """The state of an optimizer that computes its own quadratic model.
 
     Attributes:
-      blocks: of the preconditioner.
-      step: the last one, a tree like the parameters.
-      loss: before it.
-      change: of the loss, as the model predicts it without the damping.
+      blocks: the state of the preconditioner.
+      step: the last step, a tree like the parameters.
+      loss: the loss before this step.
+      change: the predicted change of the loss in this step, without the damping.
     """
 
     blocks: Any
@@ -47,51 +47,59 @@ def adaptive_damping(
     maximum: float = 1e3,
     num_examples: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose damping follows the Levenberg-Marquardt rule on the reduction ratio.
+    """Wrap an optimizer so that its damping follows the Levenberg-Marquardt rule.
 
-    In every `every`-th step with update `d` of the parameters `w`,
+    The rule measures every `every`-th step. For the update `d` of the parameters `w` and the loss `h` on the step's
+    batch, it computes the reduction ratio
 
         ratio = (h(w + d) - h(w)) / (<grad h, d> + <d, F d> / 2)
 
-    compares the change of the loss `h` on the step's batch with what the quadratic model predicted, with the exact
-    Fisher matrix `F` of that batch (Martens & Grosse 2015, section 6.5, but without the damping, which is not in the
-    loss: on linear least squares the ratio is 1). Above `high` the model is better
-    than the damping supposes, which is multiplied by `decay^every`; below `low` it is divided by it. A model that
-    predicts no decrease, as momentum can bring about, counts as below `low`; a change that rounding hides, or a start
-    from a loss that is not finite, as neither.
+    of the actual change to the change that the quadratic model predicts. The model has the batch's exact Fisher matrix
+    `F`, as in Martens & Grosse (2015, section 6.5), but no damping, because the loss has no damping term. For linear
+    least squares the ratio is 1.
 
-    A measured step after which the loss of its batch is larger, or not finite, is taken back: the update is zero, the
-    damping grows threefold, and the next step is looked at again. Momentum and statistics go on. So are the first
-    `every` steps, because that is when a damping is too small by orders of magnitude. With small batches
-    choose a larger `every`: momentum can make the loss of a single batch larger while it makes that of all smaller.
+    If the ratio is above `high`, the damping is larger than the model needs, and is multiplied by `decay^every`. If the
+    ratio is below `low`, the damping is divided by `decay^every`. A model that predicts no decrease counts as a ratio
+    below `low`; momentum can cause this. The damping does not change if rounding hides the predicted change or if the
+    loss before the step is not finite.
 
-    `update(grads, state, params, *, value_fn)` needs the parameters and, as optax's line searches
-    do, the loss as a function of them alone: `value_fn=lambda params: loss_fn(params, batch)`, the mean loss whose
-    gradient `grads` is, with its output marked by `kfac.output`. What the loss draws at random must come from the same
-    key whenever it is called. A step that measures costs about three more forward passes; the others cost nothing.
+    A measured step is rejected if the batch's loss is larger or not finite after the step. Then the update is zero, the
+    damping is multiplied by 3, and the next step is measured, too. Momentum and statistics advance as usual. The first
+    `every` steps are all measured, because an initial damping can be too small by orders of magnitude. With small
+    batches choose a larger `every`: momentum can increase the loss of a single batch while it reduces the average loss.
+
+    `update(grads, state, params, *, value_fn)` needs the parameters and, like optax's line searches, the loss as a
+    function of the parameters alone: `value_fn=lambda params: loss_fn(params, batch)`. This must be the mean loss with
+    the gradient `grads`, with its output marked by `kfac.output`. A loss with randomness must use the same key in each
+    call. A measured step costs about three additional forward passes; other steps cost nothing extra.
 
     Args:
-      optimizer: makes the whole optimizer from a damping,
-        `lambda damping: kfac.kfac(rate, layers, damping=damping, step_norm=None)`. It is called in every update, and
-        must use the damping that it is given: one that `optax.inject_hyperparams` holds inside stays what it was at
-        first (pass it past that). What changes the updates belongs inside, too: the ratio is that of the step that
-        comes out here. `optax.inject_hyperparams` around it needs `static_args="optimizer"`.
-      initial: the damping to begin with.
-      every: steps from one measurement to the next.
-      decay: factor on the damping per step, in (0, 1).
-      low: ratio below which the damping grows, in (0, `high`).
-      high: ratio above which it falls, in (`low`, 1).
-      minimum: bound on the damping, positive.
-      maximum: bound on the damping, at least `minimum`.
-      num_examples: how many examples the loss is the mean of, as for `value_and_grad`: where examples have several rows
-        of the marked output, or several marks have different numbers of rows and a `weight`.
+      optimizer: a function that returns the whole optimizer for a damping,
+        `lambda damping: kfac.kfac(rate, layers, damping=damping, step_norm=None)`. Every update calls the function
+        again. The optimizer must use the given damping: `optax.inject_hyperparams` inside the function would keep the
+        initial damping in its state, so do not make the damping its hyperparameter. Transformations that change the
+        updates belong inside the function, too, because the ratio measures the updates that this wrapper returns. If
+        you wrap `adaptive_damping` itself in `optax.inject_hyperparams`, pass `static_args="optimizer"`.
+      initial: the initial damping.
+      every: the number of steps between measurements.
+      decay: the factor on the damping per step, in (0, 1).
+      low: the ratio below which the damping grows, in (0, `high`).
+      high: the ratio above which the damping falls, in (`low`, 1).
+      minimum: the lower bound on the damping, positive.
+      maximum: the upper bound on the damping, at least `minimum`.
+      num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`. It is needed if
+        examples have several rows in the marked output, or if several marks have different numbers of rows and a
+        `weight`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`; the extra arguments go on to the optimizer. `kfac.diagnostics` reports
-      the last `reduction_ratio`.
+      An `optax.GradientTransformationExtraArgs`, which passes extra arguments on to the optimizer. `kfac.diagnostics`
+      reports the last `reduction_ratio` and `taken_back`, the number of rejected steps.
 
     Raises:
-      ValueError: an argument is out of range; in `update`: `params` or `value_fn` is missing, or no output is marked.
+      ValueError: an argument is out of range. `init` raises it if the optimizer's inverse is `relative`, as with the
+        default `step_norm` of `kfac.kfac`. `update` raises it if `params` or `value_fn` is missing, if `optax.masked`
+        or `optax.partition` hides parameters, if no output is marked, if the loss depends on a parameter but no marked
+        output does, or if the number of examples is not clear.
       TypeError: `value_fn` does not return a real scalar.
 
     References:
@@ -115,7 +123,7 @@ def adaptive_damping(
     def init(params):
         damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
         inner_state = _checked(inner(damping).init(params))
-        # Arrays of their own, so that both can be donated.
+        # Two separate arrays, so that both can be donated.
         count, taken_back = (jnp.zeros((), jnp.int32) for _ in range(2))
         return AdaptiveDampingState(count, damping, ratio, inner_state, taken_back, jnp.zeros((), bool))
 
@@ -129,7 +137,7 @@ def adaptive_damping(
                 "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
             )
         damping = state.next_damping
-        # A chain may hold another transformation that measures the loss.
+        # The optimizer also gets `value_fn`, because it may hold another transformation that evaluates the loss.
         changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
 
         count = optax.safe_increment(state.count)
@@ -143,16 +151,17 @@ def adaptive_damping(
             ratio, worse = _reduction_ratio(value_fn, params, changes, model)
             factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
-            # Without a ratio there is nothing to learn from the step.
+            # A step without a ratio changes neither the damping nor the reported ratio.
             valid = ~jnp.isnan(ratio)
             new = jnp.where(valid, jnp.clip(damping * factor, minimum, maximum), damping)
             return new.astype(jnp.float32), jnp.where(valid, ratio, state.reduction_ratio).astype(jnp.float32), worse
 
         unmeasured = damping, state.reduction_ratio, jnp.zeros((), bool)
         next_damping, ratio, worse = lax.cond(due | (count <= every) | state.again, measured, lambda: unmeasured)
-        # The momentum goes on: it may be what points uphill, and gradients at the same place turn it.
+        # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
+        # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
-        # The next `observe` inverts with the new damping.
+        # Scale the damping with which the next `observe` computes inverses.
         factor = next_damping / damping
         inner_state = on_states(lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state)
         return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state, state.taken_back + worse, worse)
@@ -175,19 +184,27 @@ def _checked(inner_state: Any) -> Any:
 def _reduction_ratio(
     value_fn: Callable[[Any], Any], params: Any, changes: Any, model: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Actual over predicted change of the loss, and whether it is larger after the step or not finite.
+    """Return the reduction ratio, and whether the loss after the step is larger or not finite.
 
-    The ratio is minus infinity for a bad step, NaN if nothing can be said of it.
+    The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. The ratio
+    is NaN if the step is zero or if the loss before the step is not finite. The ratio is also NaN if rounding hides the
+    predicted change, unless the loss increases.
+
+    Args:
+      value_fn: the loss as a function of the parameters.
+      params: the parameters before the step.
+      changes: the step.
+      model: the loss before the step, and the predicted change of the loss.
     """
 
     def averaged(x):
-        axes = device_axes()  # here the loss is that of a device's own examples
+        axes = device_axes()  # with bound device axes, the loss covers this device's examples only
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes) if axes else x
 
     before, predicted = jax.tree.map(averaged, model)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(before)  # also by NaN
+    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(before)  # true if the norm is NaN
     worse = moved & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
@@ -197,10 +214,10 @@ def _reduction_ratio(
 def _along(
     value_fn: Callable[[Any], Any], params: Any, direction: Any, num_examples: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss at `params`, and `<grad h, d> + <d, F d> / 2` for the direction `d`, in one forward pass.
+    """Return the loss at `params` and `<grad h, d> + <d, F d> / 2` for the direction `d`, in a single forward pass.
 
-    `F = (1/n) sum_r J_r^T H_r J_r` over the `n` rows of the marked outputs, so the product is the mean over rows of
-    `<J_r d, H_r J_r d>` with the Hessian `H` of `-log p` (Martens 2020, section 9.2).
+    `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.
+    Therefore `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` (Martens 2020, section 9.2).
     """
     axes = varying_axes(jax.eval_shape(value_fn, params))
     params, direction = as_varying((params, direction), axes)

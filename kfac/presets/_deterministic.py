@@ -1,4 +1,4 @@
-"""Whole batches without a rate to choose: the step that a quadratic model of the loss likes best."""
+"""Full-batch K-FAC without a learning rate: each step minimizes a quadratic model of the loss."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._varying import device_axes
 from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 
-STEPS = 6  # of conjugate gradients
+STEPS = 6  # of conjugate gradients, per update
 
 
 def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
-    """K-FAC for whole batches, as of a differential equation: no rate, momentum or damping to choose.
+    """Return a K-FAC optimizer for full-batch training, such as solving a differential equation.
 
-    The step `s` makes the quadratic model small that has the *whole* Gauss-Newton matrix `F` of the batch,
+    There is no learning rate, momentum or damping to choose. The step `s` approximately minimizes a quadratic model of
+    the loss `h` with the batch's *whole* Gauss-Newton matrix `F`,
 
         h + <grad h, s> + <s, (F + l I) s> / 2
 
-    First comes the best combination of K-FAC's direction and the last step (Martens & Grosse 2015, section 7), then
-    six steps of conjugate gradients, preconditioned by K-FAC's inverse (Martens 2010). A product with `F` is a
-    forward-mode derivative and a backward pass. The damping `l`, which blocks have as well, is a multiple of the loss,
-    as Levenberg and Marquardt have it; the multiple begins at 1 and follows `adaptive_damping`, never below 0.1. A step
-    after which the loss is larger is taken back.
+    First, the optimizer finds the best linear combination of K-FAC's direction and the last step (Martens & Grosse
+    2015, section 7). Six steps of conjugate gradients follow, preconditioned by K-FAC's inverse (Martens 2010). A
+    product with `F` takes a forward-mode derivative and a backward pass.
 
-    It takes the same batch in every step, a loss whose minimum is near zero, and statistics of the whole matrix::
+    The damping `l` is a multiple of the loss, and K-FAC's blocks have the same damping. The multiple starts at 1 and
+    follows the Levenberg-Marquardt rule of `adaptive_damping`, with a minimum of 0.1. A step after which the loss is
+    larger is rejected.
+
+    Use the same batch in every step, a loss whose minimum is near zero, and statistics with `fisher="expected"`::
 
         measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
         loss, grads, factors = measure(params, batch, fisher_key=key)
@@ -43,18 +46,20 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
         value_fn = lambda params: loss_fn(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value_fn=value_fn)
 
-    With minibatches the loss of each has a minimum of its own: use `kfac.kfac`.
+    For minibatches use `kfac.kfac`, because the loss of each minibatch has a different minimum. To use
+    several devices, place the parameters and the batch on a mesh.
 
     Args:
-      layers: what `find_layers` returned.
-      num_examples: how many examples the loss is the mean of, as for `value_and_grad`.
+      layers: the layers that `find_layers` returned.
+      num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`; `kfac.diagnostics` reports `damping`, `reduction_ratio`, `taken_back`.
+      An `optax.GradientTransformationExtraArgs`. `kfac.diagnostics` reports `damping`, `reduction_ratio` and
+      `taken_back`, the number of rejected steps.
 
     Raises:
-      ValueError: `layers` are none; in `update`: as of `adaptive_damping`, or this is inside of `shard_map` or `pmap`.
-        Several devices are used by placing parameters and batch on a mesh.
+      ValueError: `layers` does not come from `find_layers`. `update` raises the errors of `adaptive_damping`, and an
+        error inside `shard_map` or `pmap`.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
@@ -68,7 +73,7 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
 def _quadratic_step(
     layers: Layers, num_examples: int | None, multiple: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """The step with a damping that is this multiple of the loss."""
+    """Return the optimizer with a damping of `multiple` times the loss."""
 
     def preconditioner(damping):
         return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh())
@@ -85,11 +90,11 @@ def _quadratic_step(
         flat, unravel = ravel_pytree(params)
         gradient, last = (ravel_pytree(tree)[0] for tree in (updates, state.step))
 
-        def root(v):  # `R v`, of `F = R^T R`
+        def root(v):  # `R v`, with `F = R^T R`
             return ravel_pytree(root_of_tree(unravel(v)))[0]
 
         pull = jax.linear_transpose(root, flat)
-        # A loss that is negative up to a constant, or zero, has no scale of its own.
+        # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
         tx = preconditioner(damping)
         direction, blocks = tx.update(updates, state.blocks, params)
@@ -108,7 +113,7 @@ def _quadratic_step(
 
         step, rows, *_ = lax.fori_loop(0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping))
         predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
-        step = jnp.where(jnp.isfinite(predicted), step, 0)  # of what is not finite there is no step
+        step = jnp.where(jnp.isfinite(predicted), step, 0)  # stay in place if the step is not finite
         known = (x.astype(state.loss.dtype) for x in (value, predicted))
         return unravel(step), Predicted(blocks, unravel(step), *known)
 
@@ -116,13 +121,13 @@ def _quadratic_step(
 
 
 def _combined(pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The combination of two vectors at which the model is least, and `R` times it."""
-    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # which differ by orders of magnitude
+    """Return the linear combination of two vectors that minimizes the quadratic model, and `R` times the result."""
+    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # they differ by orders of magnitude
     pair = pair / jnp.where(norms > 0, norms, 1)
     rows = jnp.stack([root(v) for v in pair])
-    products = jnp.sum(rows[:, None] * rows, axis=-1)  # not matmul: a mesh with explicit axes splits rows
+    products = jnp.sum(rows[:, None] * rows, axis=-1)  # not matmul, because explicit mesh axes may shard `rows`
     model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
-    # The first step has no last one, and the direction may be that of the last step.
+    # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
     sizes = jnp.diag(model)
     model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
     weights = -jnp.linalg.solve(model, jnp.matmul(pair, gradient, precision="highest"))

@@ -1,4 +1,4 @@
-"""Optimizers with all options and the settings of a published recipe."""
+"""The large-batch ImageNet recipe of Osawa et al. (2019), with all options."""
 
 from __future__ import annotations
 
@@ -37,38 +37,39 @@ def large_batch(
     unitwise_damping: ScalarOrSchedule = 16.0,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """K-FAC for ResNets on ImageNet at batches of thousands, as Osawa et al. have it.
+    """Return the K-FAC optimizer of Osawa et al. for ResNets on ImageNet at batch sizes of thousands.
 
-    The curvature makes the length of a step, factors are those of the last batch alone, and the learning rate is
-    applied before the momentum. The defaults are those for a batch of 131,072, for which the rate is
-    `optax.polynomial_schedule(0.07, 0.0, power=3, ...)` and the momentum `kfac.schedules.coupled_momentum(0.93, rate)`;
-    `examples/imagenet` has those for smaller batches.
+    The curvature sets the length of each step, without `step_norm`. Factors come from the last batch only. The learning
+    rate is applied before the momentum. The defaults are for a batch size of 131,072. For this batch size, the
+    learning rate is `optax.polynomial_schedule(0.07, 0.0, power=3, ...)` and the momentum is
+    `kfac.schedules.coupled_momentum(0.93, rate)`. `examples/imagenet` has the settings for smaller batches.
 
     Args:
-      learning_rate: scalar or schedule of the step.
-      layers: what `find_layers` returned.
+      learning_rate: a scalar, or a schedule of the step count.
+      layers: the layers that `find_layers` returned.
       momentum: as for `kfac`.
       nesterov: as for `kfac`.
       rate_in_momentum: whether the learning rate is applied before the momentum. True: `v <- m v - lr p`, `w <- w + v`
-        with the preconditioned gradient `p`: steps of an earlier, larger rate go on; see
-        `kfac.schedules.coupled_momentum`. False: `v <- m v + p`, `w <- w - lr v`, so that a falling rate shrinks all of
-        `v`. The same for a constant rate. Not with `trust_ratio`, which would take the rate out again.
+        with the preconditioned gradient `p`. Steps from an earlier, larger learning rate persist in `v`; see
+        `kfac.schedules.coupled_momentum`. False: `v <- m v + p`, `w <- w - lr v`, so a falling rate shrinks all of `v`.
+        Both forms are equal at a constant rate. `trust_ratio` needs False, because it would cancel the rate.
       weight_decay: as for `kfac`.
       weight_decay_mask: as for `kfac`.
       kl_clip: as for `kfac`.
       trust_ratio: as for `kfac`. Needs `rate_in_momentum=False`.
-      damping: as for `scale_by_kfac`, like the arguments that follow.
-      factor_decay: decay of the running averages of the factors.
-      statistics_every: steps between those before which `statistics_due` is true.
-      inverse_every: steps between refreshes of the inverses, which `observe` makes; None leaves them to
-        `observe(opt_state)` without factors.
-      refresh_warmup: first steps in which both intervals are 1; from there they double to their values.
+      damping: as for `scale_by_kfac`, like the arguments below.
+      factor_decay: the decay of the factors' running averages.
+      statistics_every: the interval in steps after which `statistics_due` is true.
+      inverse_every: the interval in steps after which `observe` refreshes the inverses. None: only `observe(opt_state)`
+        without factors refreshes them.
+      refresh_warmup: the number of first steps in which both intervals are 1. Afterwards the intervals double until
+        they reach their values. None: 10.
       inverse: how Kronecker blocks are inverted.
-      unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Their code multiplies by 16.
+      unitwise_damping: the factor on `damping` for unit-wise and diagonal blocks. The authors' code uses 16.
       distribution: how several devices are used.
 
     Returns:
-      An optimizer like those of optax, for `kfac.observe` as well.
+      An `optax.GradientTransformationExtraArgs`, whose state `kfac.observe` updates.
 
     Raises:
       ValueError: an argument is out of range.
