@@ -110,9 +110,9 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
       https://arxiv.org/abs/1811.12019
     """
     check(target=target)
-    check_range("initial", initial, f"[{target}, inf)")
+    check_range("initial", initial, f"[{target}, inf)", schedules=False)
     least = 2 * math.log10(initial / target)
-    check_range("num_steps", num_steps, f"[{max(1, least)}, inf)")
+    check_range("num_steps", num_steps, f"[{max(1, least)}, inf)", schedules=False)
     share = least / num_steps
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:

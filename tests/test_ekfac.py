@@ -195,6 +195,17 @@ def test_a_few_examples_at_a_time(x64, monkeypatch, n):
     check_moments(loss, {"w": normal(3, 3, 2, 2, 4)}, (normal(1, n, 5, 4, 2), normal(2, n, 300)))
 
 
+def test_a_single_example_with_several_images(x64, monkeypatch):
+    monkeypatch.setattr(kfac._statistics.moments, "PATCH_ELEMENTS", 1)
+    window = functools.partial(convolution, LAYOUTS[0], 1, CONVOLUTIONS["same"])
+
+    def loss(params, frames, target):
+        images = frames.reshape(-1, *frames.shape[2:])
+        return window(params, images, jnp.broadcast_to(target, (len(images), target.shape[1])))
+
+    check_moments(loss, {"w": normal(3, 3, 2, 2, 4)}, (normal(1, 1, 3, 5, 4, 2), normal(2, 1, 300)))
+
+
 def test_every_kth_example(x64):
     """The moments are those of the examples that are taken."""
     shapes = DENSE["positions"][2]

@@ -227,6 +227,9 @@ def test_dense_blocks_are_written_out(x64):
     np.testing.assert_allclose(kfac.curvature.exact.dense(kfac.types.Unitwise(f)), expected)
     with pytest.raises(TypeError, match="must be Kronecker or Unitwise, but is"):
         kfac.curvature.exact.dense(a)
+    for diagonal_or_split in (jnp.ones(3), jnp.ones((2, 3, 3))):
+        with pytest.raises(ValueError, match=r"block must have factors that are whole matrices, but A has shape \["):
+            kfac.curvature.exact.dense(kfac.types.Kronecker(diagonal_or_split, g))
 
 
 def test_unitwise_factors_are_the_diagonal_blocks_of_the_exact_one(x64):

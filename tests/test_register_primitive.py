@@ -187,6 +187,9 @@ def test_bad_entries(registered):
             kfac.register_primitive(operation)
     with pytest.raises(ValueError, match="like must be a function or None, but is 3"):
         kfac.register_primitive(pallas_matmul, 3)
+    for operation in ("a target", jax.extend.core.primitives.dot_general_p):
+        with pytest.raises(ValueError, match="like must be a function, since"):
+            kfac.register_primitive(operation)
     kfac.register_primitive(own_transpose, lambda w: w * 1.0)
     with pytest.raises(
         ValueError, match=r"register_primitive\(\w+\): like combines an array with a constant of its own"

@@ -63,6 +63,8 @@ def test_the_damping_warms_up_by_its_recursion():
         ("damping_warmup", (1e-4, 1e-3, 10), "initial"),
         ("damping_warmup", (1e-3, 0, 10), "target"),
         ("damping_warmup", (1e-1, 1e-4, 5), "num_steps"),
+        ("damping_warmup", (lambda step: 1e-1, 1e-4, 20), "initial"),
+        ("damping_warmup", (1e-1, 1e-4, lambda step: 20), "num_steps"),
     ],
 )
 def test_bad_arguments_are_named(function, arguments, name):

@@ -143,10 +143,11 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
         or the target name of an `ffi_call` (a string).
       like: a function that takes the same arrays in the same order and consists of a single JAX operation: a product
         `x @ w` (`jnp.einsum`, `lax.dot_general`), a convolution or a change of shape. With None, look inside a function
-        with a custom derivative. For other operations, None has no effect.
+        with a custom derivative. The kernel of a `pallas_call` has no body to look into, so None has no effect on it.
 
     Raises:
-      ValueError: `operation` is not one of these, or is defined inside another function; or `like` is not a function.
+      ValueError: `operation` is not one of these, or is defined inside another function; or `like` is not a function,
+        or is None for a primitive or a target name.
     """
     key = _key(operation)
     if key is None:
@@ -156,6 +157,8 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
         )
     if like is not None and not callable(like):
         raise ValueError(f"like must be a function or None, but is {like!r}")
+    if like is None and isinstance(operation, jex.Primitive | str):
+        raise ValueError(f"like must be a function, since {operation!r} has no body to look into")
     _REGISTERED[key] = LOOK_INSIDE if like is None else like
 
 

@@ -182,7 +182,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
 
     Args:
       block: a block of a `Factors`, such as `Kronecker(A, G)` or `Unitwise(F)`. Diagonal factors and factors that are
-        split into diagonal blocks are not supported.
+        split into several blocks are not supported.
       basis: the layer's eigenvectors from `kfac.curvature.eigenbasis`, to get the matrix of EKFAC. Its eigenvalues are
         `block.moments`.
 
@@ -192,11 +192,19 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
 
     Raises:
       TypeError: `block` is not the statistics of a layer.
-      ValueError: `basis` is given, but `block` has no moments.
+      ValueError: `basis` is given, but `block` has no moments; or the block's factors are not matrices with the same
+        leading axes, because a factor is diagonal or split.
     """
     if not isinstance(block, Statistics):
         raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
-    return block.combined().dense(basis)
+    combined = block.combined()
+    if isinstance(combined, Kronecker):
+        shapes = combined.A.shape, combined.G.shape
+        square = all(len(shape) >= 2 and shape[-2] == shape[-1] for shape in shapes)
+        if not square or shapes[0][:-2] != shapes[1][:-2]:
+            a, g = map(list, shapes)
+            raise ValueError(f"block must have factors that are whole matrices, but A has shape {a} and G {g}")
+    return combined.dense(basis)
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
