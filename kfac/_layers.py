@@ -257,19 +257,19 @@ class Layer:
 
     @property
     def inversion(self) -> int:
-        """Work to invert one copy's blocks: `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
+        """Work to invert one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
         shapes = self.block.shapes(self).values() if self.block else ()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Factor shapes of one Kronecker block: `[d, d]`, or `[d]` if the factor is diagonal."""
+        """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
         sizes = {"A": -(-self.d_in // self.cut[0]), "G": -(-self.d_out // self.cut[1])}
         return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Factor shapes of one copy: `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
+        """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         sides = zip(self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True)
         return {
             name: (size,) if name in self.diagonal else (count, *shape) if count > 1 else shape
@@ -388,7 +388,7 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
-        """The layers whose statistics a `Factors` holds: all except skipped layers and layers with gradient factors."""
+        """The layers in a `Factors`, which are all except skipped layers and layers with gradient factors."""
         return tuple(layer for layer in self.blocks if layer.captured)
 
     @property
@@ -398,7 +398,7 @@ class Layers(Sequence[Layer]):
 
     @property
     def with_blocks(self) -> tuple[Layer, ...]:
-        """The layers that are preconditioned: all except skipped layers."""
+        """The layers that are preconditioned, which are all except skipped layers."""
         return tuple(layer for layer in self.blocks if layer.block)
 
     @functools.cached_property

@@ -26,7 +26,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
       opt_state: an optimizer state that contains the preconditioner's state.
 
     Returns:
-      A dictionary with these scalars:
+      A dictionary of scalars.
 
       - `damping`: the damping of the last step.
       - `gradient_norm`, `preconditioned_norm`: 2-norms over the parameters with a curvature block.

@@ -24,13 +24,13 @@ from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
 def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
-    """Return the `PartitionSpec`s of an optimizer state.
+    """Return the partition specs of an optimizer state.
 
     They can be `in_specs` and `out_specs` of `jax.shard_map`, or give the shardings for `jax.jit`.
 
     Args:
       tx: the optimizer: `kfac`, or any chain that contains `scale_by_kfac`.
-      params: the parameters, arrays or `jax.ShapeDtypeStruct`s.
+      params: the parameters, as arrays or as `jax.ShapeDtypeStruct` leaves.
       axis_name: the optimizer's axis of devices. If `Distribution(owners=...)` names axes, pass these axes instead.
 
     Returns:

@@ -74,7 +74,7 @@ class Linear:
 
     @property
     def size(self) -> int:
-        """The matrix dimension: the number of parameters."""
+        """The matrix dimension, which is the number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.like()))
 
     def __matmul__(self, vector: Any) -> Any:

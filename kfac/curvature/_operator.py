@@ -138,7 +138,7 @@ class Operator(Linear):
 
     @property
     def size(self) -> int:
-        """The matrix dimension: the number of parameters with a block."""
+        """The matrix dimension, which is the number of parameters with a block."""
         return sum(layer.num_params for layer in self._layers())
 
     def diagonal(self) -> Any:
@@ -170,7 +170,7 @@ class Operator(Linear):
 
     @property
     def near(self) -> Operator | None:
-        """The preconditioner for sums with the operator: the operator itself, or None if a layer has no block."""
+        """The operator itself as the preconditioner for sums, or None if a layer has no block."""
         return self if len(self.blocks) == len(self.layers) else None
 
     def like(self) -> Any:

@@ -65,7 +65,7 @@ class Assignment:
 
     @property
     def kind(self) -> Inverse:
-        """The kind of inverse: `inverse`, or `Soap()` if this is None."""
+        """The kind of inverse, which is `inverse`, or `Soap()` if this is None."""
         return Soap() if self.inverse is None else self.inverse
 
     @functools.cached_property

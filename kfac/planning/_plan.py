@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def first_order_seconds(self) -> float:
-        """Seconds for a step without K-FAC: the model and its gradients' messages.
+        """Seconds for a step without K-FAC, including the model and its gradients' messages.
 
         These messages are `Assignment.gradients_messages`, which include messages to the blocks' owners.
         """
