@@ -73,15 +73,19 @@ def _sums_to_owners(flat: Stacks, shards: Shards, axis_name: AxisName) -> dict[s
       A vector `[positions * elements]` for each group. A device without a remainder block has arbitrary numbers at the
       last position.
     """
-    devices, segments = lax.axis_size(axis_name), make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
-    whole = {name: shards[name].full * devices for name in flat}
-    sent = {name: _by_device(flat[name][:count], devices) for name, count in whole.items() if count}
-    rests = {name: flat[name][whole[name] :] for name in segments.starts}
-    owned = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(rests, segments))
-    if rests:
-        segment = _whole_segment(owned.pop(REST), segments, axis_name)
+    devices = lax.axis_size(axis_name)
+    elements = {name: x.shape[1] for name, x in flat.items()}
+    segments = make_segments(shards, elements)
+    dealt = {name: shards[name].full * devices for name in flat}  # blocks that are dealt out evenly
+    sent = {name: _by_device(flat[name][:count], devices) for name, count in dealt.items() if count}
+    remainders = {name: flat[name][dealt[name] :] for name in segments.starts}
+    owned = _fused(lambda x: lax.psum_scatter(x, axis_name), sent | _in_segments(remainders, segments))
+    if not remainders:
+        return owned
+    segment = _whole_segment(owned.pop(REST), segments, axis_name)
     for name, starts in segments.starts.items():
-        last = lax.dynamic_slice_in_dim(segment, of_this_device(starts, segments.room, axis_name), flat[name].shape[1])
+        begin = of_this_device(starts, segments.room, axis_name)
+        last = lax.dynamic_slice_in_dim(segment, begin, elements[name])
         owned[name] = jnp.append(owned[name], last) if name in owned else last
     return owned
 

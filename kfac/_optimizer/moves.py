@@ -282,24 +282,26 @@ class BlockSums(NamedTuple):
 
 
 def _sums(x: Stack) -> BlockSums:
+    """Compute the sums of a stack."""
     u, g = x.updates, x.gradients
-    products = [u != 0, g != 0]
+    first_axis = 2 if x.by_row else 1
     if x.params is None:
-        products = [u * u, *products]
+        uu, moving, reached = sums([y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis)
+        uw = ww = gw = gg = jnp.zeros_like(uu)
     else:
         inner_u = jnp.where(x.inside, u, 0)
+        inner_gg = jnp.where(x.inside, g * g, 0)
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
-        products = [inner_u * u, u * w, w * w, g * w, jnp.where(x.inside, g * g, 0), *products]
-    totals = sums([product.astype(u.dtype) for product in products], 2 if x.by_row else 1)
-    like, flat = totals[0], [total.reshape(-1) for total in totals]
-    if x.params is None:
-        flat[1:1] = 4 * [jnp.zeros_like(flat[0])]
+        products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
+        uu, uw, ww, gw, gg, moving, reached = sums([y.astype(u.dtype) for y in products], first_axis)
+    size, length = (
+        (jnp.zeros_like(uu) + per_block(y, uu)).astype(u.dtype).reshape(-1) for y in (x.kernels.size, x.kernels.length)
+    )
+    totals = [y.reshape(-1) for y in (uu, uw, ww, gw, gg, moving, reached)]
     if x.whole is not None:
-        flat = list(x.whole(jnp.stack(flat)))
-    *flat, reached = flat
-    of_blocks = x.kernels.size, x.kernels.length
-    size, length = ((jnp.zeros_like(like) + per_block(y, like)).astype(u.dtype).reshape(-1) for y in of_blocks)
-    return BlockSums(*[*flat, size, jnp.where(reached > 0, length, 0)])
+        totals = list(x.whole(jnp.stack(totals)))
+    uu, uw, ww, gw, gg, moving, reached = totals
+    return BlockSums(uu, uw, ww, gw, gg, moving, size, jnp.where(reached > 0, length, 0))
 
 
 def _radial(s: BlockSums) -> jax.Array:

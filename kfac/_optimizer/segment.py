@@ -48,10 +48,17 @@ class Slot(NamedTuple):
 @functools.cache
 def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, Slot]:
     """Return the slots of a part, by group. Each group is given as its name, form and shard."""
-    forms = {name: getattr(jax.tree.unflatten(*form), part) for name, form, _ in groups}
-    flat = {n: jax.eval_shape(lambda x: _flat(part, x), x) for n, x in forms.items() if jax.tree.leaves(x)}
-    starts, lengths = lay_end_to_end({n: shard for n, _, shard in groups}, {n: x.shape[1] for n, x in flat.items()})
-    return {n: Slot(forms[n], x.shape[1], starts[n], max(lengths.values())) for n, x in flat.items()}
+    forms: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    shards = {name: shard for name, _, shard in groups}
+    for name, form, _ in groups:
+        like = getattr(jax.tree.unflatten(*form), part)
+        if jax.tree.leaves(like):
+            forms[name] = like
+            sizes[name] = jax.eval_shape(functools.partial(_flat, part), like).shape[1]
+    starts, lengths = lay_end_to_end(shards, sizes)
+    room = max(lengths.values(), default=0)
+    return {name: Slot(forms[name], sizes[name], starts[name], room) for name in forms}
 
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
