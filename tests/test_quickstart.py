@@ -22,7 +22,6 @@ def page(tmp_path_factory):
     return names, printed
 
 
-@pytest.mark.slow
 def test_both_optimizers_learn_and_k_fac_says_what_it_found(page):
     names, printed = page
     found = "3 layers, 4,938 parameters, Soap, statistics of 1/4 of the examples every 16 steps"
