@@ -60,6 +60,11 @@ class Module(NamedTuple):
         return self.name.split(".")[0]
 
 
+# From Python 3.12 on, the parts of an f-string are tokens of their own. Count the whole string as one token everywhere.
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+
+
 def count_code(source: str, tree: ast.AST) -> tuple[int, set[int]]:
     """Return the number of code tokens, and the numbers of the lines that have one."""
     docstrings: set[int] = set()
@@ -68,13 +73,15 @@ def count_code(source: str, tree: ast.AST) -> tuple[int, set[int]]:
             if ast.get_docstring(node) is not None:
                 first = node.body[0]
                 docstrings |= set(range(first.lineno, first.end_lineno + 1))
-    count = 0
+    count = depth = 0  # depth: how many f-strings are around a token
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         covered = set(range(token.start[0], token.end[0] + 1))
+        depth -= token.type == FSTRING_END
         if token.type not in NOT_CODE and not covered & docstrings:
-            count += 1
+            count += depth == 0 and token.type != FSTRING_START
             lines |= covered
+        depth += token.type == FSTRING_START
     return count, lines
 
 

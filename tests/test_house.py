@@ -49,6 +49,11 @@ def test_it_counts_what_it_says():
     ]
 
 
+def test_an_f_string_is_one_token_in_every_version_of_python():
+    source = 'x = f"{a} is {b!r:>{width}}" + f"{f\'{c}\'}" + "d"\n'
+    assert house.count_code(source, house.ast.parse(source)) == (7, {1})
+
+
 def test_it_finds_circles_and_rooms_without_a_place():
     names = {"_layers", "_capture.trace", "_capture.taps", "curvature"}
     sources = {
