@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal, slow
+from checking import FAST, normal
 from problem import plain_kfac
 
 N, D, HIDDEN, OUT = 8, 5, 4, 3
@@ -326,7 +326,7 @@ def on_one_device():
 
 # Without the check of axes that vary, autodiff does under shard_map what it does under pmap.
 @pytest.mark.slow
-@pytest.mark.parametrize("mapped", ["shard_map", slow("unchecked shard_map"), slow("pmap")])
+@pytest.mark.parametrize("mapped", ["shard_map", "unchecked shard_map", "pmap"])
 def test_devices(mapped):
     """What four devices measure together is what one measures."""
     loss, batch, devices = loss_of(), examples(), 4

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal, slow
+from checking import FAST, normal
 from problem import state_of
 
 D, N, STEPS, DEVICES = 8, 16, 20, 4
@@ -170,7 +170,7 @@ def test_the_same_four_lines(inverse, name, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_one_call_over_a_mesh(kind, x64):
     step = kfac.train_step(loss_fn, 0.05, inverse_every=3)
     first = batches()[0]
@@ -221,7 +221,7 @@ def test_a_mesh_without_its_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [None, slow(kfac.Cholesky())])
+@pytest.mark.parametrize("inverse", [None, kfac.Cholesky()])
 def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
     """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
     params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}

@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from checking import slow
 from problem import observing, plain_kfac, state_of
 
 AXIS = "batch"
@@ -206,8 +205,8 @@ def test_several_devices_are_one(style, widths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [MANY_LAYERS, slow(FEW_LAYERS)], ids=["many", "few"])
-@pytest.mark.parametrize("inverse", [slow(kfac.Cholesky()), kfac.Soap()], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize("widths", [MANY_LAYERS, FEW_LAYERS], ids=["many", "few"])
+@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
 def test_gradients_may_arrive_local(widths, inverse):
     """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
     options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}
@@ -235,7 +234,7 @@ MOVING = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", [pytest.param(s, marks=() if s == "mesh" else pytest.mark.slow) for s in STYLES])
+@pytest.mark.parametrize("style", STYLES)
 def test_a_state_moves_between_numbers_of_devices(style):
     """Three steps on several devices and three on two, by way of the portable state, are six on one."""
     params, data, layers, expected, _ = one_device(MANY_LAYERS, tuple(MOVING.items()))

@@ -195,8 +195,8 @@ def on_one_device(inverse_every):
     [
         ("shard_map", 3),
         ("mesh", 3),
-        pytest.param("pmap", 3, marks=pytest.mark.slow),
-        pytest.param("shard_map", 1, marks=pytest.mark.slow),
+        ("pmap", 3),
+        ("shard_map", 1),
     ],
 )
 def test_several_devices_are_one(style, inverse_every):

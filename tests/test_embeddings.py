@@ -455,7 +455,7 @@ def loss_of_words(params, batch):
     ("inverse", "split"),
     [
         pytest.param(kfac.Soap(relative=True), True, id="Soap"),
-        pytest.param(kfac.Eigh(relative=True), False, id="Eigh", marks=pytest.mark.slow),
+        pytest.param(kfac.Eigh(relative=True), False, id="Eigh"),
     ],
 )
 def test_devices_share_the_rows_of_a_table(inverse, split, x64):

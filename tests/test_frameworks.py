@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 import kfac
-from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run, slow
+from checking import check_all, check_kronecker, check_vectors, kinds, kronecker, normal, run
 from oracle import Geometry, Hook, explicit_padding, truth
 
 N, T = 3, 4
@@ -148,7 +148,7 @@ def test_linen(x64, model, x, expected, wrap):
 
 # The first axis: tests/test_factors.py, of `lax.scan`.
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "remat"), [slow(0, False), (1, True)])
+@pytest.mark.parametrize(("axis", "remat"), [(0, False), (1, True)])
 def test_linen_scan_over_transformer_blocks(x64, axis, remat):
     class Body(nn.Module):
         @nn.compact
@@ -592,9 +592,9 @@ def of_images(model, examples):
     "options",
     [
         {},
-        pytest.param({"remat": True}, marks=pytest.mark.slow),
-        pytest.param({"scan": True}, marks=pytest.mark.slow),
-        pytest.param({"remat": True, "scan": True}, marks=pytest.mark.slow),
+        {"remat": True},
+        {"scan": True},
+        {"remat": True, "scan": True},
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, check_moments, normal, slow
+from checking import FAST, check_moments, normal
 from oracle import relative_error
 from zoo.specimens import N, Specimen, check, cross_entropy, data, tokens, tree
 
@@ -211,7 +211,7 @@ def test_examples_in_chunks_are_those_of_the_batch(length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
-@pytest.mark.parametrize("length", [LENGTHS[-1], *(slow(n) for n in LENGTHS[:-1])])
+@pytest.mark.parametrize("length", [LENGTHS[-1], *LENGTHS[:-1]])
 def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
     """Every second example is as good as these alone; moments are those of brute force."""
     loss, params, batch = model(length)

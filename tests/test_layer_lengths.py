@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import slow
 from kfac._curvature.inverse import damping_of_blocks
 from kfac._optimizer.moves import Kernels, Stack, lengthened, spectral_norm
 from kfac.types import Kronecker, Unitwise
@@ -321,7 +320,7 @@ def words_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trust_ratio", "devices"), [(None, 3), slow(0.05, 4)])
+@pytest.mark.parametrize(("trust_ratio", "devices"), [(None, 3), (0.05, 4)])
 def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     """Eighteen steps are those of one device, though no device has the gradient of the whole batch.
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import normal, slow
+from checking import normal
 from problem import plain_kfac
 
 N, T, C = 8, 4, 3
@@ -143,10 +143,10 @@ def test_a_mesh_is_one_device(name, kind, form):
     ("name", "options"),
     [
         ("convolution", {"inverse": kfac.Cholesky()}),
-        slow("dense", {"step_norm": None, "trust_ratio": 0.1}),
+        ("dense", {"step_norm": None, "trust_ratio": 0.1}),
         ("dense", {"step_norm": None, "kl_clip": 1e-4}),
-        slow("scanned", {"inverse": kfac.Cholesky()}),
-        slow("convolution", {"step_norm": None, "kl_clip": 1e-4}),
+        ("scanned", {"inverse": kfac.Cholesky()}),
+        ("convolution", {"step_norm": None, "kl_clip": 1e-4}),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "columns"])

@@ -186,8 +186,8 @@ def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
     [
         ("pmap", 1),
         ("shard_map", 3),
-        pytest.param("pmap", 3, marks=pytest.mark.slow),
-        pytest.param("shard_map", 1, marks=pytest.mark.slow),
+        ("pmap", 3),
+        ("shard_map", 1),
     ],
 )
 def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal, slow
+from checking import FAST, normal
 from kfac._optimizer.state import blocks_of
 from oracle import relative_error
 from problem import observing
@@ -141,7 +141,7 @@ def run(step, state, place=lambda x: x):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "decay"),
-    [(4, 0.75), (1, 0.0), slow(1, 0.75), slow(4, 0.0)],
+    [(4, 0.75), (1, 0.0), (1, 0.75), (4, 0.0)],
 )
 def test_they_are_averages_of_the_gradient(decay, parts):
     layers = found_layers()
@@ -159,7 +159,7 @@ def mesh_of(devices):
     "options",
     [
         {},
-        slow({"gradients": "local"}),
+        {"gradients": "local"},
     ],
     ids=str,
 )
@@ -209,7 +209,7 @@ def test_under_jit_over_a_mesh():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "max_dim"),
-    [(100, 5), (3, 2), slow(100, 2), slow(3, 5)],
+    [(100, 5), (3, 2), (100, 2), (3, 5)],
 )
 def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
     """Each piece has factors of its own; a diagonal is that of the whole."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
-from checking import FAST, slow
+from checking import FAST
 from problem import observing, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
@@ -102,11 +102,11 @@ def is_state(x):
 @pytest.mark.parametrize(
     "options",
     [
-        slow({}),
+        {},
         {"gradients": "local", "step_norm": "spectral", "damping": 0.1, "inverse": kfac.Cholesky()},
-        slow({"inverse": kfac.Ekfac()}),
-        slow({"inverse": kfac.Soap(), "step_norm": "spectral", "damping": 1e-2}),
-        slow({"gradients": "local", "kl_clip": 1e-3}),
+        {"inverse": kfac.Ekfac()},
+        {"inverse": kfac.Soap(), "step_norm": "spectral", "damping": 1e-2},
+        {"gradients": "local", "kl_clip": 1e-3},
     ],
 )
 def test_in_shard_map_it_is_one_device(x64, options):

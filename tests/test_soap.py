@@ -215,7 +215,7 @@ def test_a_refresh_that_fails_keeps_basis_and_moments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse_every", [3, slow(1)])
+@pytest.mark.parametrize("inverse_every", [3, 1])
 def test_several_devices_are_one(inverse_every):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
@@ -344,8 +344,8 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
     "dtype",
     [
         jnp.float32,
-        slow(jnp.bfloat16),
-        slow(jnp.float16),
+        jnp.bfloat16,
+        jnp.float16,
     ],
 )
 def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):

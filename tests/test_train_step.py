@@ -57,7 +57,7 @@ def close(found, expected):
     "options",
     [
         {"inverse": None},
-        slow({"statistics_fraction": 1 / 5}),
+        {"statistics_fraction": 1 / 5},
         {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True},
     ],
 )

@@ -198,6 +198,6 @@ def test_trajectory_in_float64(x64, configuration):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["everything", pytest.param("late refresh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("configuration", ["everything", "late refresh"])
 def test_trajectory_in_float32(configuration):
     run(configuration, jnp.float32, 2e-4)

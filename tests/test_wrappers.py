@@ -146,9 +146,7 @@ def test_a_wrapper_does_what_it_does_around_the_updates_of_kfac(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["partition", "selective_transform", pytest.param("multi_transform", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["partition", "selective_transform", "multi_transform"])
 def test_a_wrapper_that_gives_out_whole_layers(name):
     plain = run(optimizer(), STEPS)[0]
     if name == "selective_transform":

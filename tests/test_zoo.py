@@ -102,14 +102,11 @@ def test_three_devices_are_one(name):
     compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
 
 
-OVER_MESH = "actor-critic", "MobileNet in haiku", "GRU in linen"
 KNOWN = [case for case in ZOO.values() if not (case.name in BROKEN or case.hidden or case.alone)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=[] if x.name in OVER_MESH else pytest.mark.slow, id=x.name) for x in KNOWN]
-)
+@pytest.mark.parametrize("case", [pytest.param(x, id=x.name) for x in KNOWN])
 def test_a_batch_over_a_mesh_of_three_devices(case):
     """Statistics are packed and spread over devices as they are formed, wherever it is known how the examples lie."""
     loss, params, batch = case.build()
