@@ -103,6 +103,9 @@ class Kronecker(Statistics):
         return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
 
     def dense(self, basis=None):
+        a, g = self.A.shape, self.G.shape
+        if a[:-2] != g[:-2] or a[-2:-1] != a[-1:] or g[-2:-1] != g[-1:]:
+            raise ValueError(f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}")
         if basis is None:
             return _kron(self.A, self.G)
         if self.moments is None:

@@ -222,9 +222,8 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         options, blocks=tuple(blocks), paths=tuple(names), num_examples=batch.num_examples or n,
         batch_argnums=batch.argnums, shared=batch.shared, hidden=batch.hidden,
         dtype="float64" if any(v.dtype == "float64" for v in traced.program.inputs[: len(names)]) else "float32",
+        unclear=unclear if n is None and any(layer.captured for layer in blocks) else "",
     )  # fmt: skip
-    # Replace `unclear`, because `options` may be layers that were found without `num_examples`.
-    layers = dataclasses.replace(layers, unclear=unclear if n is None and layers.with_factors else "")
     return Analysis(layers, reads, uses_of, n, unclear)
 
 

@@ -152,7 +152,7 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: lis
             use=use,
             arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
             arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
-            images=not examples or (read.op == "conv" and x_rows[0] == [0]),
+            images=read.op == "conv" and x_rows[0] == [0],
             homogeneous=1.0 if use.op in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
             diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal) if turned else layer.diagonal,

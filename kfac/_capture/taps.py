@@ -48,7 +48,7 @@ class KroneckerTap:
       use: the operation, and the part of the kernel that it reads.
       arrange_x: brings the data, or a convolution's patches, to the normal form.
       arrange_g: brings the gradient to the normal form.
-      images: whether a convolution's images are the examples, or all images count as a single example.
+      images: whether a convolution's images are the examples.
       homogeneous: the last entry of every input: 1 with the bias, or 0 in a use without the bias; None for a layer
         without a bias.
       dtype: the sums' dtype.

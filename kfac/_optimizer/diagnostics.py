@@ -121,8 +121,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         if vectors is None and owned.blocks.inverse is not None:
             vectors = state.settings.inverse.basis(owned.blocks.inverse)
         if vectors is None:
-            actual = state.settings.inverse
-            raise ValueError(f"source must be a state with inverse=kfac.Ekfac(), but is one with {actual!r}")
+            raise ValueError(
+                f"source must be a state with inverse=kfac.Ekfac(), but is one with {state.settings.inverse!r}"
+            )
         if vectors.A.shape[0] != group.size:
             raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
         parts = [(layer, part) for layer, part in group.split(vectors) if layer.correctable]

@@ -287,21 +287,21 @@ def _sums(x: Stack) -> BlockSums:
     first_axis = 2 if x.by_row else 1
     if x.params is None:
         uu, moving, reached = sums([y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis)
-        uw = ww = gw = gg = jnp.zeros_like(uu)
+        zero = jnp.zeros_like(uu)
+        totals = [uu, zero, zero, zero, zero, moving, reached]
     else:
         inner_u = jnp.where(x.inside, u, 0)
         inner_gg = jnp.where(x.inside, g * g, 0)
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
-        uu, uw, ww, gw, gg, moving, reached = sums([y.astype(u.dtype) for y in products], first_axis)
-    size, length = (
-        (jnp.zeros_like(uu) + per_block(y, uu)).astype(u.dtype).reshape(-1) for y in (x.kernels.size, x.kernels.length)
-    )
-    totals = [y.reshape(-1) for y in (uu, uw, ww, gw, gg, moving, reached)]
+        totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
+    zero = jnp.zeros_like(totals[0])
+    size, length = ((zero + per_block(y, zero)).astype(u.dtype).reshape(-1) for y in (x.kernels.size, x.kernels.length))
+    flat = [y.reshape(-1) for y in totals]
     if x.whole is not None:
-        totals = list(x.whole(jnp.stack(totals)))
-    uu, uw, ww, gw, gg, moving, reached = totals
-    return BlockSums(uu, uw, ww, gw, gg, moving, size, jnp.where(reached > 0, length, 0))
+        flat = list(x.whole(jnp.stack(flat)))
+    reached = flat.pop()
+    return BlockSums._make([*flat, size, jnp.where(reached > 0, length, 0)])
 
 
 def _radial(s: BlockSums) -> jax.Array:

@@ -412,9 +412,10 @@ def check_state(config: Config, state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
     check_devices(state, config.way.devices)
     if state.owned and state.settings.inverse != config.inverse:  # `kfac.kfac` may have chosen it from the layers
-        actual = state.settings.inverse
-        named = f"inverse={config.inverse!r}, but the optimizer state is one for inverse={actual!r}"
-        raise ValueError(f"{named}: name the one that it was initialised with")
+        raise ValueError(
+            f"inverse={config.inverse!r}, but the optimizer state is one for inverse={state.settings.inverse!r}: name "
+            "the one that it was initialised with"
+        )
     for group in config.groups:
         owned = state.owned.get(group.name)
         if owned is not None:

@@ -88,8 +88,7 @@ class Patches:
       conv: the geometry.
       arrange: brings the whole batch's patches to `[copies, n, s, d]`. In its `split`, the axes for examples and
         positions come before all other axes.
-      images: whether the images are the examples, or all images together count as a single example. Otherwise
-        `by_example` forms the whole batch's patches.
+      images: whether the images are the examples. Otherwise `by_example` forms the whole batch's patches.
       homogeneous: the last entry of every row, None for a layer without a bias.
     """
 

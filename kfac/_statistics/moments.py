@@ -35,8 +35,6 @@ def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Arra
     def squares(inputs, gradients):
         return _squares(x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis)
 
-    if g.array.shape[1] == 1:  # a single example, which may have several images, cannot be split
-        return squares(x.by_example(), g.by_example())
     return sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
 
 

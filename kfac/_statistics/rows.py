@@ -64,7 +64,7 @@ class Geometry(Protocol):
           x: the operation's data operand.
           arrange: brings the rows to the normal form.
           homogeneous: the last entry of every row, None for a layer without a bias.
-          images: for a convolution, whether the images are the examples, or all images count as a single example.
+          images: for a convolution, whether the images are the examples.
           dtype: the dtype of the sums.
         """
 

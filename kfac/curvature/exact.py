@@ -197,14 +197,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     """
     if not isinstance(block, Statistics):
         raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
-    combined = block.combined()
-    if isinstance(combined, Kronecker):
-        shapes = combined.A.shape, combined.G.shape
-        square = all(len(shape) >= 2 and shape[-2] == shape[-1] for shape in shapes)
-        if not square or shapes[0][:-2] != shapes[1][:-2]:
-            a, g = map(list, shapes)
-            raise ValueError(f"block must have factors that are whole matrices, but A has shape {a} and G {g}")
-    return combined.dense(basis)
+    return block.combined().dense(basis)
 
 
 def error(exact: jax.Array, approximation: jax.Array) -> Error:
