@@ -71,7 +71,13 @@ RENAMED = {"due": "statistics_due"}
 def __getattr__(name: str) -> object:
     if name in RENAMED:
         raise AttributeError(f"kfac.{name} is now kfac.{RENAMED[name]}")
-    for module in (curvature, planning, presets, state, types):  # up to version 0.3.0, `kfac` exported their names
+    for module in (
+        curvature,
+        planning,
+        presets,
+        state,
+        types,
+    ):  # up to version 0.3.0, `kfac` exported their names
         if hasattr(module, name) and not name.startswith("_"):
             raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
     raise AttributeError(f"module 'kfac' has no attribute {name!r}")

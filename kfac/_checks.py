@@ -34,13 +34,17 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
         number = float(np.float32(value))
     except (TypeError, ValueError):
         kind, given = " or a schedule" * schedules, "a function, " * callable(value)
-        raise ValueError(f"{name} must be a number{kind}, but is {given}{value!r}") from None
+        raise ValueError(
+            f"{name} must be a number{kind}, but is {given}{value!r}"
+        ) from None
     # Round the bounds to float32, too.
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
     below = number < high if interval[-1] == ")" else number <= high
     if math.isnan(number) or not (above and below):
-        raise ValueError(f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}")
+        raise ValueError(
+            f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}"
+        )
 
 
 # Like `check_range`, but refuses schedules.
@@ -51,9 +55,20 @@ def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
     """Raise if a value is not an integer, or is below `low`. Scalar arrays and floats with integral values pass."""
     if isinstance(value, jax.core.Tracer):
         return
-    number = isinstance(value, (int, float, np.integer, np.ndarray, jax.Array)) and np.shape(value) == ()
-    if not number or isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < low:
-        raise ValueError(f"{name} must be an integer, at least {low}, but is {value!r}{hint}")
+    number = (
+        isinstance(value, (int, float, np.integer, np.ndarray, jax.Array))
+        and np.shape(value) == ()
+    )
+    if (
+        not number
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value != int(value)
+        or value < low
+    ):
+        raise ValueError(
+            f"{name} must be an integer, at least {low}, but is {value!r}{hint}"
+        )
 
 
 def check_positive_int(name: str, value: Any) -> None:
@@ -65,7 +80,9 @@ def check_positive_int(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
     """Raise if a value is not among the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, accepted))}, but is {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, accepted))}, but is {value!r}"
+        )
 
 
 def check_switch(name: str, value: Any) -> None:
@@ -77,7 +94,9 @@ def check_switch(name: str, value: Any) -> None:
 def check_multipliers(name: str, value: Any) -> None:
     """Raise if a value is not a mapping of regular expressions to positive numbers, or is empty."""
     if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"{name} must be a mapping of regular expressions to positive numbers, but is {value!r}")
+        raise ValueError(
+            f"{name} must be a mapping of regular expressions to positive numbers, but is {value!r}"
+        )
     for pattern, factor in value.items():
         check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")
 
@@ -85,14 +104,24 @@ def check_multipliers(name: str, value: Any) -> None:
 def check_patterns(name: str, value: Any) -> None:
     """Raise if a value is not a sequence of regular expressions."""
     # Iterators are refused, because this check would exhaust them.
-    several = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
-    if not several or not all(isinstance(pattern, str | re.Pattern) for pattern in value):
-        raise ValueError(f"{name} must be a sequence of regular expressions, but is {value!r}")
+    several = isinstance(value, Collection) and not isinstance(
+        value, str | bytes | Mapping
+    )
+    if not several or not all(
+        isinstance(pattern, str | re.Pattern) for pattern in value
+    ):
+        raise ValueError(
+            f"{name} must be a sequence of regular expressions, but is {value!r}"
+        )
 
 
 def as_argnums(value: Any) -> tuple[int | str, ...]:
     """Return argument positions or names as a tuple. A single position or name becomes a 1-tuple."""
-    return tuple(value) if isinstance(value, Collection) and not isinstance(value, str) else (value,)
+    return (
+        tuple(value)
+        if isinstance(value, Collection) and not isinstance(value, str)
+        else (value,)
+    )
 
 
 def check_argnums(name: str, value: Any) -> None:
@@ -101,13 +130,21 @@ def check_argnums(name: str, value: Any) -> None:
     Negative positions are accepted: they count from the end.
     """
     keys = as_argnums(value)
-    valid = keys and all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
+    valid = keys and all(
+        isinstance(k, int | str) and not isinstance(k, bool) for k in keys
+    )
     if not valid or len(set(keys)) < len(keys):
-        raise ValueError(f"{name} must be the position of an argument, its name, or several of them, but is {value!r}")
+        raise ValueError(
+            f"{name} must be the position of an argument, its name, or several of them, but is {value!r}"
+        )
 
 
-def _rules(check: Callable[..., None], names: str, *arguments: Any) -> dict[str, Callable[[str, Any], None]]:
-    return dict.fromkeys(names.split(), lambda name, value: check(name, value, *arguments))
+def _rules(
+    check: Callable[..., None], names: str, *arguments: Any
+) -> dict[str, Callable[[str, Any], None]]:
+    return dict.fromkeys(
+        names.split(), lambda name, value: check(name, value, *arguments)
+    )
 
 
 def check_fraction(name: str, value: float) -> int:
@@ -115,7 +152,9 @@ def check_fraction(name: str, value: float) -> int:
     check_number(name, value, "(0, 1]")
     k = round(1 / value)
     if abs(k * value - 1) > 1e-6:
-        raise ValueError(f"{name} must be 1 over an integer, such as 1/{k}, but is {value!r}")
+        raise ValueError(
+            f"{name} must be 1 over an integer, such as 1/{k}, but is {value!r}"
+        )
     return k
 
 
@@ -140,7 +179,9 @@ def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args, **kwargs):
         for name in kwargs:
             if name in HINTS:
-                raise TypeError(f"{function.__name__}() has no option {name}=: use {HINTS[name]}")
+                raise TypeError(
+                    f"{function.__name__}() has no option {name}=: use {HINTS[name]}"
+                )
         return function(*args, **kwargs)
 
     return checked
@@ -149,7 +190,11 @@ def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
 # The checks by option name. `check_range` also accepts schedules.
 OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_range, "damping unitwise_damping kl_clip trust_ratio", "(0, inf)"),
-    **_rules(check_number, "overhead minimum target reference_rate flops inversion_flops bandwidth memory", "(0, inf)"),
+    **_rules(
+        check_number,
+        "overhead minimum target reference_rate flops inversion_flops bandwidth memory",
+        "(0, inf)",
+    ),
     **_rules(check_number, "cost", "(0, inf]"),
     **_rules(check_number, "peak", "[0, inf)"),
     **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
@@ -164,13 +209,19 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_count, "refresh_warmup", 0),
     **_rules(check_positive_int, "max_dim num_examples num_microbatches num_steps"),
     **_rules(check_positive_int, "batch batches devices num_devices k probes"),
-    **_rules(check_switch, "relative nesterov rate_in_momentum has_aux strict verbose donate"),
+    **_rules(
+        check_switch, "relative nesterov rate_in_momentum has_aux strict verbose donate"
+    ),
     **_rules(check_switch, "adaptive_layer_rates"),
     **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
-    **_rules(check_choice, "precision", ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")),
+    **_rules(
+        check_choice,
+        "precision",
+        ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"),
+    ),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
     **_rules(check_choice, "step_norm", ("spectral",)),
     **_rules(check_choice, "gradients", ("averaged", "local", "split")),
@@ -191,9 +242,15 @@ def check_given(**options: Any) -> None:
 def check_axis_name(value: Any, name: str = "axis_name") -> None:
     """Raise if a value is not an axis name, a non-empty tuple of distinct axis names, or None."""
     names = axis_names(value)
-    if value == () or not all(isinstance(axis, str) for axis in names) or len(set(names)) < len(names):
+    if (
+        value == ()
+        or not all(isinstance(axis, str) for axis in names)
+        or len(set(names)) < len(names)
+    ):
         what = "the name of an axis, a tuple of different names or None"
-        raise ValueError(f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given")
+        raise ValueError(
+            f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given"
+        )
 
 
 def check_type(name: str, value: Any, kind: Any, what: str) -> None:
@@ -210,9 +267,13 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
       ValueError: the value has another type.
     """
     if isinstance(value, type):
-        raise TypeError(f"{name} must be {what}, but is the class {value.__name__}: call it, {value.__name__}()")
+        raise TypeError(
+            f"{name} must be {what}, but is the class {value.__name__}: call it, {value.__name__}()"
+        )
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}")
+        raise ValueError(
+            f"{name} must be {what}, but is of type {type(value).__name__}: {value!r}"
+        )
 
 
 def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -220,14 +281,20 @@ def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -
     for name, shape in shapes.items():
         actual = getattr(getattr(block, name, None), "shape", None)
         if actual != shape:
-            raise ValueError(f"{what}: {name} must have shape {shape}, but has {actual}")
+            raise ValueError(
+                f"{what}: {name} must have shape {shape}, but has {actual}"
+            )
 
 
-def check_by_layer(what: str, blocks: Mapping[str, Any], layers: Iterable[Layer], how: str) -> None:
+def check_by_layer(
+    what: str, blocks: Mapping[str, Any], layers: Iterable[Layer], how: str
+) -> None:
     """Raise if `blocks` and `layers` have different names, or if the factors in `blocks` have other shapes."""
     expected = {layer.name: layer.factor_shapes for layer in layers}
     for name in sorted(expected.keys() ^ set(blocks)):
-        raise ValueError(f"{what} with{'out' * (name in expected)} layer {name!r}: {how}")
+        raise ValueError(
+            f"{what} with{'out' * (name in expected)} layer {name!r}: {how}"
+        )
     for name, shapes in expected.items():
         check_shapes(f"{what} of layer {name!r}", blocks[name], shapes)
 
@@ -236,11 +303,15 @@ def check_layers(value: Any) -> None:
     """Raise if a value is not a `Layers`, the result of `find_layers`."""
     if not isinstance(value, Layers):
         how = "layers = kfac.find_layers(loss_fn, params, batch)"
-        raise ValueError(f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write {how}")
+        raise ValueError(
+            f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write {how}"
+        )
 
 
 def check_function(value: Any) -> None:
     """Raise if a value is not callable, so that it cannot be a loss function."""
     if not callable(value):
         what = reprlib.repr(value)
-        raise ValueError(f"loss_fn must be a function, but is {what}: it comes before all other arguments")
+        raise ValueError(
+            f"loss_fn must be a function, but is {what}: it comes before all other arguments"
+        )

@@ -39,7 +39,9 @@ class Statistics:
         del average
         return self
 
-    def packed(self, shapes: Shapes, average: Average | None = None, dtype: Any = None) -> Any:
+    def packed(
+        self, shapes: Shapes, average: Average | None = None, dtype: Any = None
+    ) -> Any:
         """Pack the statistics for a message. `Unitwise` blocks stay as they are.
 
         Args:
@@ -94,7 +96,9 @@ class Kronecker(Statistics):
 
     def packed(self, shapes, average=None, dtype=None):
         del average
-        return jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), Packed.of(self, shapes))
+        return jax.tree.map(
+            lambda x: x if dtype is None else x.astype(dtype), Packed.of(self, shapes)
+        )
 
     def unscaled(self, by):
         return Kronecker(self.A, *jax.tree.map(by, (self.G, self.moments)))
@@ -105,13 +109,21 @@ class Kronecker(Statistics):
     def dense(self, basis=None):
         a, g = self.A.shape, self.G.shape
         if a[:-2] != g[:-2] or a[-2:-1] != a[-1:] or g[-2:-1] != g[-1:]:
-            raise ValueError(f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}")
+            raise ValueError(
+                f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}"
+            )
         if basis is None:
             return _kron(self.A, self.G)
         if self.moments is None:
-            raise ValueError("block has no moments: take it from value_and_grad(...)(..., basis=basis)")
+            raise ValueError(
+                "block has no moments: take it from value_and_grad(...)(..., basis=basis)"
+            )
         vectors, values = _kron(basis.A, basis.G), self.moments.mT
-        return jnp.matmul(vectors * values.reshape(*vectors.shape[:-2], 1, -1), vectors.mT, precision="highest")
+        return jnp.matmul(
+            vectors * values.reshape(*vectors.shape[:-2], 1, -1),
+            vectors.mT,
+            precision="highest",
+        )
 
 
 _kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
@@ -165,7 +177,9 @@ class Unitwise(Statistics):
     def dense(self, basis=None):
         del basis
         channels, size = self.F.shape[0], self.F.shape[0] * self.F.shape[1]
-        return jnp.einsum("cpq,cd->pcqd", self.F, jnp.eye(channels, dtype=self.F.dtype)).reshape(size, size)
+        return jnp.einsum(
+            "cpq,cd->pcqd", self.F, jnp.eye(channels, dtype=self.F.dtype)
+        ).reshape(size, size)
 
 
 @jax.tree_util.register_dataclass
@@ -187,7 +201,9 @@ class Packed(Uncombined):
         """Pack a block."""
         flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
         if block.moments is not None:
-            flat = dataclasses.replace(flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1))
+            flat = dataclasses.replace(
+                flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1)
+            )
         return cls(flat, shapes)
 
     def unpacked(self) -> Kronecker:
@@ -248,8 +264,12 @@ class Tied(Uncombined):
     cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})
 
     def unscaled(self, by):
-        turned = Kronecker(by(self.transposed.A), self.transposed.G)  # the transposed use has its gradients in `A`
-        return dataclasses.replace(self, direct=self.direct.unscaled(by), transposed=turned)
+        turned = Kronecker(
+            by(self.transposed.A), self.transposed.G
+        )  # the transposed use has its gradients in `A`
+        return dataclasses.replace(
+            self, direct=self.direct.unscaled(by), transposed=turned
+        )
 
     def combined(self, average: Average | None = None) -> Kronecker:
         """Return the block `(A + e A') (x) (G + G' / e)`, where `A'` and `G'` belong to the transposed uses.
@@ -269,14 +289,23 @@ class Tied(Uncombined):
             traces = jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
-        traces = [trace(block, side) for block in (self.direct, self.transposed) for side in "AG"]
+        traces = [
+            trace(block, side)
+            for block in (self.direct, self.transposed)
+            for side in "AG"
+        ]
         a, g, turned_a, turned_g = average(traces) if average else traces
         # Take the root of each trace, because a product of two traces may underflow in float32.
-        above, below = jnp.sqrt(a) * jnp.sqrt(turned_g), jnp.sqrt(g) * jnp.sqrt(turned_a)
+        above, below = (
+            jnp.sqrt(a) * jnp.sqrt(turned_g),
+            jnp.sqrt(g) * jnp.sqrt(turned_a),
+        )
         positive = (above > 0) & (below > 0)
         scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
         direct, (a, g) = self.direct, (self.transposed.A, self.transposed.G)
-        return Kronecker(direct.A + a * per_block(scale, a), direct.G + g / per_block(scale, g))
+        return Kronecker(
+            direct.A + a * per_block(scale, a), direct.G + g / per_block(scale, g)
+        )
 
 
 def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -336,7 +365,11 @@ class Factors(Mapping[str, Statistics]):
         after it has averaged the gradients over devices.
     """
 
-    def __init__(self, blocks: Mapping[str, Statistics], gradients: Mapping[str, jax.Array] | None = None):
+    def __init__(
+        self,
+        blocks: Mapping[str, Statistics],
+        gradients: Mapping[str, jax.Array] | None = None,
+    ):
         self._blocks = dict(blocks)
         self.gradients = dict(gradients or {})
 
@@ -358,7 +391,10 @@ class Factors(Mapping[str, Statistics]):
         Returns:
           The new factors. Blocks of other types are unchanged.
         """
-        blocks = {n: block.combined() if block.wire is not None else block for n, block in self.items()}
+        blocks = {
+            n: block.combined() if block.wire is not None else block
+            for n, block in self.items()
+        }
         return Factors(blocks, self.gradients)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
@@ -371,11 +407,18 @@ class Factors(Mapping[str, Statistics]):
           loss_scale: the factor by which the loss was multiplied.
         """
         # Divide twice, because a large scale's square may overflow in float32.
-        blocks = {n: block.unscaled(lambda x: x / loss_scale / loss_scale) for n, block in self.items()}
-        return Factors(blocks, {path: x / loss_scale for path, x in self.gradients.items()})
+        blocks = {
+            n: block.unscaled(lambda x: x / loss_scale / loss_scale)
+            for n, block in self.items()
+        }
+        return Factors(
+            blocks, {path: x / loss_scale for path, x in self.gradients.items()}
+        )
 
     def tree_flatten_with_keys(self):
-        children: list[Any] = [(jax.tree_util.DictKey(name), block) for name, block in self._blocks.items()]
+        children: list[Any] = [
+            (jax.tree_util.DictKey(name), block) for name, block in self._blocks.items()
+        ]
         if self.gradients:
             children.append((jax.tree_util.GetAttrKey("gradients"), self.gradients))
         return children, tuple(self._blocks)

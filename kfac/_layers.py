@@ -16,7 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
-MAX_DIM = 8192  # the default bound on a factor's rows; larger factors become diagonal blocks
+MAX_DIM = (
+    8192  # the default bound on a factor's rows; larger factors become diagonal blocks
+)
 VOCABULARY = 30_000  # factors above the bound that have at least this many rows (vocabularies) become diagonal
 UNREACHED = "no gradient reaches it"  # the note of a skipped layer that does not affect the loss
 
@@ -40,10 +42,17 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]
 
     def size(self, role: str) -> int:
-        return math.prod(s for r, s in zip(self.roles, self.sizes, strict=True) if r == role)
+        return math.prod(
+            s for r, s in zip(self.roles, self.sizes, strict=True) if r == role
+        )
 
     def _order(self) -> list[int]:
-        return [k for role in ("stack", "in", "out") for k, r in enumerate(self.roles) if r == role]
+        return [
+            k
+            for role in ("stack", "in", "out")
+            for k, r in enumerate(self.roles)
+            if r == role
+        ]
 
     def to_rows(self, leaf):
         """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
@@ -54,7 +63,11 @@ class Layout(NamedTuple):
         """Undo `to_rows` for a leaf of shape `shape`."""
         order = self._order()
         inverse = [order.index(k) for k in range(len(order))]
-        return rows.reshape([self.sizes[k] for k in order]).transpose(inverse).reshape(shape)
+        return (
+            rows.reshape([self.sizes[k] for k in order])
+            .transpose(inverse)
+            .reshape(shape)
+        )
 
 
 class BlockKind(abc.ABC):
@@ -84,7 +97,9 @@ class BlockKind(abc.ABC):
         """Return the shapes of one block's statistics."""
 
     @abc.abstractmethod
-    def of_gradients(self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array) -> Any:
+    def of_gradients(
+        self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array
+    ) -> Any:
         """Form gradient factors from averaged gradients.
 
         Args:
@@ -149,7 +164,9 @@ class BlockKind(abc.ABC):
         return stack
 
 
-BLOCKS: dict[str, BlockKind] = {}  # keyed by `Layer.kind`; `_curvature/blocks.py` adds the entries
+BLOCKS: dict[
+    str, BlockKind
+] = {}  # keyed by `Layer.kind`; `_curvature/blocks.py` adds the entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,17 +232,23 @@ class Layer:
     @property
     def kronecker(self) -> bool:
         """Whether the layer's block is a Kronecker product."""
-        return self.kind in KRONECKER_KINDS or (self.kind == "gradient" and self.d_in > 1)
+        return self.kind in KRONECKER_KINDS or (
+            self.kind == "gradient" and self.d_in > 1
+        )
 
     @property
     def block(self) -> Any:
         """The layer's `BlockKind`. None for a skipped layer."""
-        return BLOCKS.get("diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind)
+        return BLOCKS.get(
+            "diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind
+        )
 
     @property
     def captured(self) -> bool:
         """Whether a `Factors` holds statistics for this layer, captured in the loss."""
-        return self.block is not None and self.block.captured and self.kind != "gradient"
+        return (
+            self.block is not None and self.block.captured and self.kind != "gradient"
+        )
 
     @property
     def has_bias(self) -> bool:
@@ -248,7 +271,12 @@ class Layer:
 
         This needs two whole factors and per-example gradients (`told_apart`).
         """
-        return self.kind in KRONECKER_KINDS and not self.diagonal and self.pieces == 1 and self.told_apart
+        return (
+            self.kind in KRONECKER_KINDS
+            and not self.diagonal
+            and self.pieces == 1
+            and self.told_apart
+        )
 
     @property
     def pieces(self) -> int:
@@ -265,28 +293,51 @@ class Layer:
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
         sizes = {"A": -(-self.d_in // self.cut[0]), "G": -(-self.d_out // self.cut[1])}
-        return {name: (size,) if name in self.diagonal else (size, size) for name, size in sizes.items()}
+        return {
+            name: (size,) if name in self.diagonal else (size, size)
+            for name, size in sizes.items()
+        }
 
     @property
     def side_shapes(self) -> dict[str, tuple[int, ...]]:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
-        sides = zip(self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True)
+        sides = zip(
+            self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True
+        )
         return {
-            name: (size,) if name in self.diagonal else (count, *shape) if count > 1 else shape
+            name: (size,)
+            if name in self.diagonal
+            else (count, *shape)
+            if count > 1
+            else shape
             for (name, shape), count, size in sides
         }
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
         """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
-        (a, g), (columns, rows) = self.cut, (shape[0] for shape in self.block_shapes.values())
+        (a, g), (columns, rows) = (
+            self.cut,
+            (shape[0] for shape in self.block_shapes.values()),
+        )
         # The matrix lacks its last column if the bias belongs to another optimizer.
-        filled = jnp.pad(matrix, ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])))
-        return filled.reshape(-1, g, rows, a, columns).swapaxes(2, 3).reshape(-1, rows, columns)
+        filled = jnp.pad(
+            matrix,
+            ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])),
+        )
+        return (
+            filled.reshape(-1, g, rows, a, columns)
+            .swapaxes(2, 3)
+            .reshape(-1, rows, columns)
+        )
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
         """Undo `to_pieces`."""
         (a, g), (rows, columns) = self.cut, pieces.shape[1:]
-        whole = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3).reshape(-1, g * rows, a * columns)
+        whole = (
+            pieces.reshape(-1, g, a, rows, columns)
+            .swapaxes(2, 3)
+            .reshape(-1, g * rows, a * columns)
+        )
         return whole[:, : self.d_out, : self.d_in]
 
     def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -304,25 +355,43 @@ class Layer:
 
     def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """Join the layer's leaves to `[copies, d_in, d_out]`, the memory order of most kernels."""
-        rows = [layout.to_rows(leaf) for layout, leaf in zip(self.layouts, leaves, strict=True)]
+        rows = [
+            layout.to_rows(leaf)
+            for layout, leaf in zip(self.layouts, leaves, strict=True)
+        ]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
         """Undo `to_rows`."""
         ends = itertools.accumulate(layout.size("in") for layout in self.layouts)
-        parts = [rows[:, end - layout.size("in") : end] for layout, end in zip(self.layouts, ends, strict=True)]
-        return [a.from_rows(part, shape) for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)]
+        parts = [
+            rows[:, end - layout.size("in") : end]
+            for layout, end in zip(self.layouts, ends, strict=True)
+        ]
+        return [
+            a.from_rows(part, shape)
+            for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)
+        ]
 
     def describe(self) -> str:
         """Return a short description for error messages."""
-        factors = ", ".join(f"{name} {list(shape)}" for name, shape in self.factor_shapes.items())
-        details = [", ".join(self.params), factors or "no factors", *([self.note] if self.note else [])]
+        factors = ", ".join(
+            f"{name} {list(shape)}" for name, shape in self.factor_shapes.items()
+        )
+        details = [
+            ", ".join(self.params),
+            factors or "no factors",
+            *([self.note] if self.note else []),
+        ]
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
 def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
     """Return the layer with its `k`-th leaf only. The leaf's matrix has `d_in` columns."""
-    fields = {name: getattr(layer, name)[k : k + 1] for name in ("params", "shapes", "layouts")}
+    fields = {
+        name: getattr(layer, name)[k : k + 1]
+        for name in ("params", "shapes", "layouts")
+    }
     return dataclasses.replace(layer, d_in=d_in, **fields)
 
 
@@ -366,7 +435,9 @@ class Layers(Sequence[Layer]):
     hidden: str = dataclasses.field(default="", compare=False)
     unclear: str = dataclasses.field(default="", compare=False)
     dtype: str = dataclasses.field(default="float32", compare=False)
-    splits: tuple[tuple[str, PartitionSpec], ...] = dataclasses.field(default=(), compare=False)
+    splits: tuple[tuple[str, PartitionSpec], ...] = dataclasses.field(
+        default=(), compare=False
+    )
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -404,35 +475,72 @@ class Layers(Sequence[Layer]):
     @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
         """Paths of the skipped layers' leaves."""
-        return frozenset(path for layer in self.blocks if not layer.block for path in layer.params)
+        return frozenset(
+            path for layer in self.blocks if not layer.block for path in layer.params
+        )
 
     def __repr__(self) -> str:
         return _table(self)
 
 
 def _table(layers: Layers) -> str:
-    header = ("layer", "kind", "parameters", "A", "G", "positions", "copies", "factors", "note")
+    header = (
+        "layer",
+        "kind",
+        "parameters",
+        "A",
+        "G",
+        "positions",
+        "copies",
+        "factors",
+        "note",
+    )
     rows = [header]
     total, size = 0, jnp.dtype(layers.dtype).itemsize
     for layer in layers:
         prefix = f"{layer.name}/"
         named = zip(layer.params, layer.shapes, strict=True)
-        leaves = ", ".join(f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named)
+        leaves = ", ".join(
+            f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named
+        )
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
         a, g = layer.block.cells(layer) if layer.block else ("", "")
         positions = "" if layer.positions is None else str(layer.positions)
-        remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (layer.weight_sharing == "reduce")
+        remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (
+            layer.weight_sharing == "reduce"
+        )
         if remarks:
             positions = f"{positions} ({', '.join(remarks)})".strip()
         memory = format_bytes(size * elements)
-        rows.append((layer.name, layer.kind, leaves, a, g, positions, str(layer.copies), memory, layer.note))
+        rows.append(
+            (
+                layer.name,
+                layer.kind,
+                leaves,
+                a,
+                g,
+                positions,
+                str(layer.copies),
+                memory,
+                layer.note,
+            )
+        )
     widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     params = sum(layer.num_params for layer in layers)
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    examples = "" if layers.num_examples is None else f"; found with {layers.num_examples} example(s)"
+    examples = (
+        ""
+        if layers.num_examples is None
+        else f"; found with {layers.num_examples} example(s)"
+    )
     examples += f" in {where}" if where else ""
     lines.append(
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
@@ -463,15 +571,22 @@ def leaf_paths(tree: Any) -> list[str]:
     `params`.
     """
     paths = []
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[
+        0
+    ]:
         inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
         for inner in [()] if _is_variable(node) and len(inside) == 1 else inside:
-            paths.append(jax.tree_util.keystr((*path, *inner), simple=True, separator="/") or "params")
+            paths.append(
+                jax.tree_util.keystr((*path, *inner), simple=True, separator="/")
+                or "params"
+            )
     return paths
 
 
 def _is_variable(node: Any) -> bool:
-    bases = (base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx"))
+    bases = (
+        base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")
+    )
     return any(base.__name__ in ("Variable", "VariableState") for base in bases)
 
 
@@ -482,7 +597,9 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 def map_by_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Map `fn(path, leaf, *other_leaves)` over the leaves of `tree` and `rest`."""
-    return jax.tree.map(fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest)
+    return jax.tree.map(
+        fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest
+    )
 
 
 def find_splits(params: Any) -> tuple[tuple[str, PartitionSpec], ...]:
@@ -490,7 +607,13 @@ def find_splits(params: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
     Tracers count as unsplit, so the result is empty under `jit`.
     """
-    arrays = {path: x for path, x in leaves_by_path(params).items() if not isinstance(x, jax.core.Tracer)}
+    arrays = {
+        path: x
+        for path, x in leaves_by_path(params).items()
+        if not isinstance(x, jax.core.Tracer)
+    }
     shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
-    named = {path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)}
+    named = {
+        path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)
+    }
     return tuple(sorted(named.items())) if any(map(any, named.values())) else ()

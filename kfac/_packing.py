@@ -23,15 +23,22 @@ def pack(stack: jax.Array) -> jax.Array:
         stack = jnp.pad(stack, ((0, 0), (0, 1), (0, 1)))
     h = (d + 1) // 2
     first, last, corner = stack[:, :h, :h], stack[:, h:, h:], stack[:, :h, h:]
-    row, column = lax.broadcasted_iota(jnp.int32, (h, h + 1), 0), lax.broadcasted_iota(jnp.int32, (h, h + 1), 1)
+    row, column = (
+        lax.broadcasted_iota(jnp.int32, (h, h + 1), 0),
+        lax.broadcasted_iota(jnp.int32, (h, h + 1), 1),
+    )
     shifted = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))
-    triangles = jnp.where(column > row, shifted, jnp.pad(last, ((0, 0), (0, 0), (0, 1))))
+    triangles = jnp.where(
+        column > row, shifted, jnp.pad(last, ((0, 0), (0, 0), (0, 1)))
+    )
     return jnp.concatenate([triangles, corner], axis=-1)
 
 
 def packed_size(d: int) -> int:
     """Return the number of elements in a packed matrix `[d, d]`."""
-    return math.prod(jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape)
+    return math.prod(
+        jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape
+    )
 
 
 def unpack(flat: jax.Array, d: int) -> jax.Array:
@@ -80,7 +87,9 @@ def as_vectors(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def filled(flat: jax.Array) -> jax.Array:
     """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
     missing = -flat.shape[-1] % max(1, jax.sharding.get_abstract_mesh().size)
-    return jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, missing)]) if missing else flat
+    return (
+        jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, missing)]) if missing else flat
+    )
 
 
 def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -92,7 +101,9 @@ def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def flatten(tree: Any) -> jax.Array:
     """Concatenate the leaves `[k, ...]` of a tree to an array `[k, elements]`, in the widest of their dtypes."""
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)], axis=1)
+    return jnp.concatenate(
+        [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)], axis=1
+    )
 
 
 def unflatten(flat: jax.Array, like: Any) -> Any:
@@ -103,8 +114,12 @@ def unflatten(flat: jax.Array, like: Any) -> Any:
       like: a tree of arrays or `jax.ShapeDtypeStruct`s with the shapes and dtypes to restore. Its `k` may differ.
     """
     leaves, treedef = jax.tree.flatten(like)
-    parts = zip(cut(flat, (math.prod(leaf.shape[1:]) for leaf in leaves)), leaves, strict=True)
-    return jax.tree.unflatten(treedef, [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for part, x in parts])
+    parts = zip(
+        cut(flat, (math.prod(leaf.shape[1:]) for leaf in leaves)), leaves, strict=True
+    )
+    return jax.tree.unflatten(
+        treedef, [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for part, x in parts]
+    )
 
 
 def cut(x: jax.Array, lengths: Iterable[int]) -> list[jax.Array]:
@@ -118,5 +133,7 @@ def in_blocks(rows: jax.Array, count: int) -> jax.Array:
     The last block is padded with zeros.
     """
     features = -(-rows.shape[-1] // count)
-    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])])
+    rows = jnp.pad(
+        rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])]
+    )
     return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)

@@ -27,12 +27,16 @@ def varying_in(aval: Any) -> frozenset[str]:
         if hasattr(aval, name):
             axes = getattr(aval, name)
             return frozenset(getattr(axes, "varying", axes) or ())
-    raise RuntimeError(f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md")
+    raise RuntimeError(
+        f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md"
+    )
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
     """Return the axes of an enclosing `shard_map` over which a leaf of `tree` may differ between devices."""
-    return frozenset().union(*(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)))
+    return frozenset().union(
+        *(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree))
+    )
 
 
 def device_axes() -> tuple[str, ...]:
@@ -42,7 +46,11 @@ def device_axes() -> tuple[str, ...]:
 
 def _axes_of(kind: AxisType) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(name for name, of_axis in zip(mesh.axis_names, mesh.axis_types, strict=True) if of_axis == kind)
+    return tuple(
+        name
+        for name, of_axis in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if of_axis == kind
+    )
 
 
 def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
@@ -53,11 +61,23 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     """
     if device_axes():
         return None
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
-    lying = [jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding for x in leaves]
-    meshes = {sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)}
+    leaves = [
+        x
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    ]
+    lying = [
+        jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+        for x in leaves
+    ]
+    meshes = {
+        sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)
+    }
     around = jax.sharding.get_abstract_mesh()
-    candidates = [*sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh)), around]
+    candidates = [
+        *sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh)),
+        around,
+    ]
     return next((mesh for mesh in candidates if mesh.size > 1), None)
 
 
@@ -69,10 +89,14 @@ def on_mesh(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def within(*args, **kwargs):
-        mesh = mesh_of((args, kwargs)) if jax.sharding.get_abstract_mesh().empty else None
+        mesh = (
+            mesh_of((args, kwargs)) if jax.sharding.get_abstract_mesh().empty else None
+        )
         if mesh is None:
             return fn(*args, **kwargs)
-        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(
+            mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        ):
             return fn(*args, **kwargs)
 
     return within
@@ -85,7 +109,9 @@ def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def copied(x):
-        there = isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
+        there = (
+            isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
+        )
         return x if there else jax.device_put(x, everywhere)
 
     return jax.tree.map(copied, tree)
@@ -109,7 +135,9 @@ def zeros_of(fn: Callable, *args: Any) -> Any:
     """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
 
     def zeros(aval):
-        return as_varying(lying_as(jnp.zeros(aval.shape, aval.dtype), aval), varying_in(aval))
+        return as_varying(
+            lying_as(jnp.zeros(aval.shape, aval.dtype), aval), varying_in(aval)
+        )
 
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
@@ -137,7 +165,9 @@ def dividing_axes(length: int) -> tuple[str, ...]:
     """Return the non-manual mesh axes whose devices can share `length` examples equally."""
     mesh, devices = jax.sharding.get_abstract_mesh(), 1
     axes: list[str] = []
-    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+    for name, size, kind in zip(
+        mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+    ):
         if kind != AxisType.Manual and size > 1 and length % (devices * size) == 0:
             axes, devices = [*axes, name], devices * size
     return tuple(axes)
@@ -171,10 +201,14 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
         parts = [x.reshape(n // count, count, *x.shape[1:]) for x in arrays]
 
         def take(k):
-            return [lax.dynamic_index_in_dim(x, k, axis=1, keepdims=False) for x in parts]
+            return [
+                lax.dynamic_index_in_dim(x, k, axis=1, keepdims=False) for x in parts
+            ]
 
         start = zeros_of(lambda: of(*take(0)))
-        return lax.scan(lambda total, k: (total + of(*take(k)), None), start, jnp.arange(count))[0]
+        return lax.scan(
+            lambda total, k: (total + of(*take(k)), None), start, jnp.arange(count)
+        )[0]
 
     if not names:
         return summed(*arrays)
@@ -193,7 +227,12 @@ def explicit_axes() -> tuple[str, ...]:
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     """Return a spec that keeps explicit axes only."""
     explicit = explicit_axes()
-    return PartitionSpec(*(tuple(name for name in axis_names(part) if name in explicit) or None for part in spec))
+    return PartitionSpec(
+        *(
+            tuple(name for name in axis_names(part) if name in explicit) or None
+            for part in spec
+        )
+    )
 
 
 def whole(fn: Callable, like: Any = None) -> Callable:
@@ -209,9 +248,17 @@ def whole(fn: Callable, like: Any = None) -> Callable:
         return fn
 
     def spec(x):
-        return explicit_part(x) if isinstance(x, PartitionSpec) else jax.typeof(x).sharding.spec
+        return (
+            explicit_part(x)
+            if isinstance(x, PartitionSpec)
+            else jax.typeof(x).sharding.spec
+        )
 
-    lies = jax.tree.map(spec, PartitionSpec() if like is None else like, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    lies = jax.tree.map(
+        spec,
+        PartitionSpec() if like is None else like,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
     return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=lies)
 
 
@@ -220,7 +267,11 @@ def replicated(tree: Any) -> Any:
 
     def copied(x):
         sharding = jax.typeof(x).sharding
-        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+        return (
+            jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+            if any(sharding.spec)
+            else x
+        )
 
     return jax.tree.map(copied, tree)
 
@@ -229,13 +280,21 @@ def lying_as(tree: Any, like: Any) -> Any:
     """Reshard arrays over explicit mesh axes like the arrays in `like`."""
 
     def resharded(x, like):
-        sharding = (like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)).sharding
-        return jax.reshard(x, sharding) if sharding is not None and any(sharding.spec) else x
+        sharding = (
+            like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)
+        ).sharding
+        return (
+            jax.reshard(x, sharding)
+            if sharding is not None and any(sharding.spec)
+            else x
+        )
 
     return jax.tree.map(resharded, tree, like)
 
 
-def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) -> NamedSharding | None:
+def split_along(
+    axes: AxisName | None, shape: tuple[int, ...], position: int
+) -> NamedSharding | None:
     """Return a sharding that splits one array axis over mesh axes.
 
     Args:
@@ -247,6 +306,11 @@ def split_along(axes: AxisName | None, shape: tuple[int, ...], position: int) ->
       The sharding. None if `axes` is None, or if the number of devices does not divide the array axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if axes is None or shape[position] % math.prod(mesh.shape[name] for name in axis_names(axes)):
+    if axes is None or shape[position] % math.prod(
+        mesh.shape[name] for name in axis_names(axes)
+    ):
         return None
-    return NamedSharding(mesh, PartitionSpec(*(axes if k == position else None for k in range(len(shape)))))
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*(axes if k == position else None for k in range(len(shape)))),
+    )

@@ -41,7 +41,10 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
 
 
 def coupled_momentum(
-    momentum: float, learning_rate: ScalarOrSchedule, *, reference_rate: float | None = None
+    momentum: float,
+    learning_rate: ScalarOrSchedule,
+    *,
+    reference_rate: float | None = None,
 ) -> optax.Schedule:
     """Return a momentum schedule that falls with the learning rate.
 
@@ -82,7 +85,9 @@ def coupled_momentum(
         else:
             before = value_at(learning_rate, jnp.maximum(count - 1, 0))
         # After a rate of zero, the rate can only rise.
-        return momentum * jnp.where(rate < before, rate / jnp.where(before > 0, before, 1), 1.0)
+        return momentum * jnp.where(
+            rate < before, rate / jnp.where(before > 0, before, 1), 1.0
+        )
 
     return schedule
 
@@ -117,6 +122,8 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         # This is the recursion in closed form.
-        return target + (initial - target) * (1 - share) ** jnp.asarray(count, jnp.float32)
+        return target + (initial - target) * (1 - share) ** jnp.asarray(
+            count, jnp.float32
+        )
 
     return schedule

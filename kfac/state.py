@@ -13,5 +13,7 @@ __all__ = ["KfacState", "gather_state", "scatter_state", "shardings", "state_spe
 
 def __getattr__(name: str) -> object:
     if name == "refresh":
-        raise AttributeError("kfac.state.refresh(opt_state) is now kfac.observe(opt_state), without factors")
+        raise AttributeError(
+            "kfac.state.refresh(opt_state) is now kfac.observe(opt_state), without factors"
+        )
     raise AttributeError(f"module 'kfac.state' has no attribute {name!r}")

@@ -66,7 +66,9 @@ def holds_examples(axis: Axis) -> bool:
 
 
 def leaf_axes(shape: Sequence[int]) -> Axes:
-    return tuple((Atom(k, 1, size),) if size > 1 else () for k, size in enumerate(shape))
+    return tuple(
+        (Atom(k, 1, size),) if size > 1 else () for k, size in enumerate(shape)
+    )
 
 
 def flatten(axes: Iterable[Axis]) -> list[Atom]:
@@ -82,13 +84,20 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
 def begins(axes: Axes, position: int) -> int | None:
     """Return the index of the axis that begins with atom number `position`, or None if no axis begins there."""
     starts = itertools.accumulate(map(len, axes), initial=0)
-    axes_there = [k for k, (axis, start) in enumerate(zip(axes, starts, strict=False)) if axis and start == position]
+    axes_there = [
+        k
+        for k, (axis, start) in enumerate(zip(axes, starts, strict=False))
+        if axis and start == position
+    ]
     return axes_there[0] if axes_there else None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
     """Return whether `part` is a piece of `whole`."""
-    return part.axis == whole.axis and whole.stride <= part.stride < whole.stride * whole.size
+    return (
+        part.axis == whole.axis
+        and whole.stride <= part.stride < whole.stride * whole.size
+    )
 
 
 def is_broadcast(axes: Iterable[Axis]) -> bool:
@@ -100,7 +109,11 @@ def _merge(atoms: Iterable[Atom]) -> Axis:
     merged: list[Atom] = []
     for atom in atoms:
         last = merged[-1] if merged else None
-        whole = last and last.stride == atom.stride * atom.size and last.flipped == atom.flipped
+        whole = (
+            last
+            and last.stride == atom.stride * atom.size
+            and last.flipped == atom.flipped
+        )
         if last and last.axis == atom.axis == FOREIGN:
             merged[-1] = Atom(FOREIGN, 1, last.size * atom.size)
         elif last and whole and last.axis == atom.axis:
@@ -112,7 +125,9 @@ def _merge(atoms: Iterable[Atom]) -> Axis:
 
 def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
     minor = atom.size // major
-    return atom._replace(stride=atom.stride * minor, size=major), atom._replace(size=minor)
+    return atom._replace(stride=atom.stride * minor, size=major), atom._replace(
+        size=minor
+    )
 
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
@@ -120,12 +135,18 @@ def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
     pairs = _in_pairs(flatten(axes), flatten(leaf_axes(shape)))
     if pairs is None:
         return None
-    return tuple(_merge(atom for atom, part in pairs if part.axis == k) for k in range(len(shape)))
+    return tuple(
+        _merge(atom for atom, part in pairs if part.axis == k)
+        for k in range(len(shape))
+    )
 
 
 def flip(axis: Axis) -> Axis:
     """Return an axis that is read from its end."""
-    return tuple(atom if atom.axis == FOREIGN else atom._replace(flipped=not atom.flipped) for atom in axis)
+    return tuple(
+        atom if atom.axis == FOREIGN else atom._replace(flipped=not atom.flipped)
+        for atom in axis
+    )
 
 
 def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]] | None:
@@ -154,7 +175,9 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]]
     return None
 
 
-def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> tuple[tuple[Atom, int], ...] | None:
+def picks(
+    shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]
+) -> tuple[tuple[Atom, int], ...] | None:
     """Find out which of a leaf's equal parts an array is.
 
     Args:
@@ -170,7 +193,9 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
     picked: list[tuple[Atom, int]] = []
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
         inner = 1
-        read = sorted((atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride)
+        read = sorted(
+            (atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride
+        )
         missing = []
         for atom in (*read, Atom(axis, size, 1)):
             if atom.stride % inner or first // atom.stride % atom.size:
@@ -183,10 +208,14 @@ def picks(shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]) -> 
     return tuple(picked)
 
 
-def entries(shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]) -> np.ndarray:
+def entries(
+    shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]
+) -> np.ndarray:
     """Return the indices, into a flat leaf of shape `shape`, of an array with `atoms` from major to minor."""
     weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    where = np.asarray(sum(first * weight for first, weight in zip(start, weights, strict=True)))
+    where = np.asarray(
+        sum(first * weight for first, weight in zip(start, weights, strict=True))
+    )
     for atom in atoms:
         steps = np.arange(atom.size) * atom.stride * weights[atom.axis]
         where = where[..., None] + (steps[::-1] if atom.flipped else steps)
@@ -197,8 +226,16 @@ def with_rows(axes: Axes, rows: Axes) -> Axes:
     """Return the axes of a broadcast leaf, with foreign atoms replaced by the data's atoms in `rows`."""
     result = []
     for axis, data in zip(axes, rows, strict=True):
-        refined = None if not axis or all(atom.of_leaf for atom in axis) else common_refinement(axis, data)
-        result.append(axis if refined is None else _merge(a if a.of_leaf else b for a, b in refined))
+        refined = (
+            None
+            if not axis or all(atom.of_leaf for atom in axis)
+            else common_refinement(axis, data)
+        )
+        result.append(
+            axis
+            if refined is None
+            else _merge(a if a.of_leaf else b for a, b in refined)
+        )
     return tuple(result)
 
 
@@ -221,17 +258,27 @@ def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] |
 def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
     """Cut two axes into pairs of atoms with equal size and direction, or return None if that is impossible."""
     pairs = _in_pairs(a, b)
-    return None if pairs is None or any(x.flipped != y.flipped for x, y in pairs) else pairs
+    return (
+        None
+        if pairs is None or any(x.flipped != y.flipped for x, y in pairs)
+        else pairs
+    )
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
     """Split leaf atoms that a reshape has merged from several `parts`. Return None if a cut would go through a part."""
     result: list[Atom] = []
     for atom in axis:
-        inside = sorted((part for part in parts if is_part(part, atom)), key=lambda part: part.memory_order)
+        inside = sorted(
+            (part for part in parts if is_part(part, atom)),
+            key=lambda part: part.memory_order,
+        )
         if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
             result += [part._replace(flipped=atom.flipped) for part in inside]
-        elif atom.of_leaf and not any(is_part(atom, p) and atom.stride * atom.size <= p.stride * p.size for p in parts):
+        elif atom.of_leaf and not any(
+            is_part(atom, p) and atom.stride * atom.size <= p.stride * p.size
+            for p in parts
+        ):
             return None
         else:
             result.append(atom)
@@ -241,11 +288,18 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
     """Return the layout that gives each leaf atom its role. Neighbours with the same role become one axis."""
     ordered = sorted(roles, key=lambda pair: pair[0].memory_order)
-    runs = [(role, [atom.size for atom, _ in run]) for role, run in itertools.groupby(ordered, lambda pair: pair[1])]
-    return Layout(tuple(role for role, _ in runs), tuple(math.prod(sizes) for _, sizes in runs))
+    runs = [
+        (role, [atom.size for atom, _ in run])
+        for role, run in itertools.groupby(ordered, lambda pair: pair[1])
+    ]
+    return Layout(
+        tuple(role for role, _ in runs), tuple(math.prod(sizes) for _, sizes in runs)
+    )
 
 
-def arrangement(axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]) -> Arrangement:
+def arrangement(
+    axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]
+) -> Arrangement:
     """Return how an array with these axes becomes rows of features.
 
     All leaf atoms are features, except the atoms in `copies`.
@@ -257,7 +311,10 @@ def arrangement(axes: Axes, copies: Iterable[Atom], examples: Sequence[int], row
       rows: indices of the atoms that hold an example's positions.
     """
     flat, copies = flatten(axes), set(copies)
-    leaf = sorted((k for k, atom in enumerate(flat) if atom.of_leaf), key=lambda k: flat[k].memory_order)
+    leaf = sorted(
+        (k for k, atom in enumerate(flat) if atom.of_leaf),
+        key=lambda k: flat[k].memory_order,
+    )
     return Arrangement(
         split=tuple(atom.size for atom in flat),
         copies=tuple(k for k in leaf if flat[k] in copies),

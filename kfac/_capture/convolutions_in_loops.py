@@ -28,7 +28,11 @@ def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     The result is not meant to be differentiated. Convolutions inside a `custom_vjp` or `jax.checkpoint` stay unchanged.
     """
-    return rewrite(fn, {"conv_general_dilated": _convolution}) if jax.default_backend() == "cpu" else fn
+    return (
+        rewrite(fn, {"conv_general_dilated": _convolution})
+        if jax.default_backend() == "cpu"
+        else fn
+    )
 
 
 def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -43,14 +47,30 @@ def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
     out_order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
     rank = image.ndim
     last = (0, rank - 1, *range(1, rank - 1))
-    canonical = lax.ConvDimensionNumbers(last, (rank - 1, rank - 2, *range(rank - 2)), last)
-    named = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
-    options = {key: parameter(eqn, key) for key in (*named, "precision", "preferred_element_type")}
+    canonical = lax.ConvDimensionNumbers(
+        last, (rank - 1, rank - 2, *range(rank - 2)), last
+    )
+    named = (
+        "window_strides",
+        "padding",
+        "lhs_dilation",
+        "rhs_dilation",
+        "feature_group_count",
+        "batch_group_count",
+    )
+    options = {
+        key: parameter(eqn, key)
+        for key in (*named, "precision", "preferred_element_type")
+    }
     image, kernel = image.transpose(image_order), kernel.transpose(kernel_order)
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
         # XLA would exchange image and kernel, and has no fast code for the result. If the image is already padded, XLA
         # sees no gain in the exchange. The barrier keeps XLA from undoing the padding.
-        image = lax.optimization_barrier(padded(image, options["padding"], options["lhs_dilation"]))
+        image = lax.optimization_barrier(
+            padded(image, options["padding"], options["lhs_dilation"])
+        )
         options |= {"padding": [(0, 0)] * (rank - 2), "lhs_dilation": [1] * (rank - 2)}
-    out = lax.conv_general_dilated(image, kernel, dimension_numbers=canonical, **options)
+    out = lax.conv_general_dilated(
+        image, kernel, dimension_numbers=canonical, **options
+    )
     return out.transpose([out_order.index(k) for k in range(rank)])

@@ -14,14 +14,31 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from kfac._capture.parameters import CALLS, CUSTOM_DERIVATIVES, DEVICE_SUMS, inner_program, parameter
+from kfac._capture.parameters import (
+    CALLS,
+    CUSTOM_DERIVATIVES,
+    DEVICE_SUMS,
+    inner_program,
+    parameter,
+)
 
 SUMS = frozenset({"add", "add_any", "sub"})
 IDENTITIES = frozenset(
-    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint", "pvary", "pcast"}
+    {
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "name",
+        "reduce_precision",
+        "sharding_constraint",
+        "pvary",
+        "pcast",
+    }
     | {"reshard", "mesh_cast"}
 )
-FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"})
+FORMS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"}
+)
 _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # The programs inside these primitives only combine two elements, so they cannot hide a parameter.
 _COMBINING = ("scatter", "reduce")
@@ -56,9 +73,19 @@ def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation of the jaxpr `within` through the public `jaxpr_as_fun`."""
-    variables = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex.Literal)}
+    variables = {
+        var: value
+        for var, value in zip(eqn.invars, values, strict=True)
+        if not isinstance(var, jex.Literal)
+    }
     # Copy the surrounding jaxpr, because a new jaxpr needs debugging information that no public function makes.
-    jaxpr = within.replace(constvars=[], invars=list(variables), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    jaxpr = within.replace(
+        constvars=[],
+        invars=list(variables),
+        outvars=eqn.outvars,
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
@@ -94,7 +121,11 @@ def mark(eqn: Any) -> str:
 
 def holds_mark(eqn: Any) -> bool:
     """Return whether a program inside an equation marks an output."""
-    return any(mark(inner) or holds_mark(inner) for jaxpr in inside(eqn) for inner in jaxpr.eqns)
+    return any(
+        mark(inner) or holds_mark(inner)
+        for jaxpr in inside(eqn)
+        for inner in jaxpr.eqns
+    )
 
 
 def devices_summed(eqn: Any) -> tuple[str, ...]:
@@ -123,7 +154,9 @@ LOOK_INSIDE = "look inside"
 _REGISTERED: dict[Any, Callable[..., Any] | str] = {}
 
 
-def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None) -> None:
+def register_primitive(
+    operation: Callable[..., Any] | Any, like: Callable[..., Any] | None = None
+) -> None:
     """Tell `find_layers` about an unknown operation: a custom derivative, a Pallas kernel or an FFI call.
 
     The operation itself still computes values and gradients. `like` says how parameters pass through the operation, and
@@ -158,13 +191,17 @@ def register_primitive(operation: Callable[..., Any] | Any, like: Callable[..., 
     if like is not None and not callable(like):
         raise ValueError(f"like must be a function or None, but is {like!r}")
     if like is None and isinstance(operation, jex.Primitive | str):
-        raise ValueError(f"like must be a function, since {operation!r} has no body to look into")
+        raise ValueError(
+            f"like must be a function, since {operation!r} has no body to look into"
+        )
     _REGISTERED[key] = LOOK_INSIDE if like is None else like
 
 
 def _key(operation: Any) -> Any:
     """Return the key of an operation in the registry, or None if the operation cannot be registered."""
-    if isinstance(operation, jex.Primitive) or (isinstance(operation, str) and operation):
+    if isinstance(operation, jex.Primitive) or (
+        isinstance(operation, str) and operation
+    ):
         return operation
     written = inspect.unwrap(operation) if callable(operation) else None
     while isinstance(written, functools.partial):
@@ -184,15 +221,24 @@ def registered(eqn: Any) -> Callable[..., Any] | str | None:
     if inner is not None and (info := inner.debug_info) is not None:
         place = info.func_filename, info.func_lineno
         keys.append((*place, info.func_name))
-        if eqn.primitive.name == "pallas_call" and parameter(eqn, "name") == info.func_name:
-            keys += [key for key in _REGISTERED if isinstance(key, tuple) and key[:2] == place]
+        if (
+            eqn.primitive.name == "pallas_call"
+            and parameter(eqn, "name") == info.func_name
+        ):
+            keys += [
+                key
+                for key in _REGISTERED
+                if isinstance(key, tuple) and key[:2] == place
+            ]
     return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
 
 
 def name_of(eqn: Any) -> str:
     """Return the name of a registered operation, for messages."""
     inner = next(inside(eqn), None)
-    return _target(eqn) or (inner.debug_info.func_name if inner is not None else eqn.primitive.name)
+    return _target(eqn) or (
+        inner.debug_info.func_name if inner is not None else eqn.primitive.name
+    )
 
 
 def _target(eqn: Any) -> str | None:

@@ -16,7 +16,9 @@ from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
 from kfac._capture.program import Op, Program, Value
 
 
-def place(program: Program, num_params: int, doubled: Collection[int] | None, n: int | None) -> None:
+def place(
+    program: Program, num_params: int, doubled: Collection[int] | None, n: int | None
+) -> None:
     """Record each array's axes, and whether the array depends on parameters, arguments and the batch.
 
     Args:
@@ -31,7 +33,10 @@ def place(program: Program, num_params: int, doubled: Collection[int] | None, n:
         value.axes = tuple(map(foreign, value.shape))
         if held and n:
             # The rows of a batch with another length do not correspond to the `n` examples.
-            value.axes = (examples(n) if value.shape[0] == n else mixed(value.shape[0]), *value.axes[1:])
+            value.axes = (
+                examples(n) if value.shape[0] == n else mixed(value.shape[0]),
+                *value.axes[1:],
+            )
         value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
         value.of_batch = held or (value.from_arguments and doubled is None)
@@ -61,8 +66,12 @@ def _place_all(program: Program, n: int | None, hidden: bool) -> None:
                 value.axes = _with_examples(value, said, n)
                 value.of_batch = any(value.grown) or any(v.of_batch for v in op.inputs)
                 value.from_arguments = any(v.from_arguments for v in op.inputs)
-                value.concatenated = any(v.concatenated for v in op.inputs) or _joins(op)
-                value.leaves = frozenset[int]().union(*(v.leaves for v in op.inputs if op.alive))
+                value.concatenated = any(v.concatenated for v in op.inputs) or _joins(
+                    op
+                )
+                value.leaves = frozenset[int]().union(
+                    *(v.leaves for v in op.inputs if op.alive)
+                )
 
 
 def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
@@ -77,7 +86,9 @@ def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
         for k, value in enumerate(op.inputs):
             if not value.from_arguments:
                 grown = zip(axes[k], value.shape, value.grown, strict=True)
-                axes[k] = tuple(foreign(size) if longer else axis for axis, size, longer in grown)
+                axes[k] = tuple(
+                    foreign(size) if longer else axis for axis, size, longer in grown
+                )
     return primitives.placed(op.eqn, axes)
 
 
@@ -89,8 +100,16 @@ def _joins(op: Op) -> bool:
     if op.name != "concatenate":
         return False
     (result,) = op.outputs
-    sizes = zip(result.shape, result.twice or result.shape, *(value.shape for value in op.inputs), strict=True)
-    return any(size != twice != 2 * size and {size} != set(parts) for size, twice, *parts in sizes)
+    sizes = zip(
+        result.shape,
+        result.twice or result.shape,
+        *(value.shape for value in op.inputs),
+        strict=True,
+    )
+    return any(
+        size != twice != 2 * size and {size} != set(parts)
+        for size, twice, *parts in sizes
+    )
 
 
 def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
@@ -106,11 +125,23 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
 
 
 def _copy(value: Value, other: Value) -> None:
-    value.axes, value.of_batch, value.from_arguments, value.concatenated, value.leaves = _facts(other)
+    (
+        value.axes,
+        value.of_batch,
+        value.from_arguments,
+        value.concatenated,
+        value.leaves,
+    ) = _facts(other)
 
 
 def _facts(value: Value) -> tuple[Axes, bool, bool, bool, frozenset[int]]:
-    return value.axes, value.of_batch, value.from_arguments, value.concatenated, value.leaves
+    return (
+        value.axes,
+        value.of_batch,
+        value.from_arguments,
+        value.concatenated,
+        value.leaves,
+    )
 
 
 def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
@@ -121,7 +152,9 @@ def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
         _copy(sliced, value)
         sliced.axes = value.axes[1:] if k >= scan.last else value.axes
     carry = inside[scan.consts : scan.last]
-    while True:  # a carry may begin to depend on data, or lose its order, in a later iteration
+    while (
+        True
+    ):  # a carry may begin to depend on data, or lose its order, in a later iteration
         _place_all(op.inner, n, hidden)
         before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
@@ -147,7 +180,9 @@ def _along(op: Op) -> Axis:
     assert op.scan
     if not op.longer:
         return foreign(op.scan.length)
-    axes = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {mixed(op.scan.length)}
+    axes = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {
+        mixed(op.scan.length)
+    }
     return axes.pop() if len(axes) == 1 else mixed(op.scan.length)
 
 
@@ -157,7 +192,9 @@ def _with_examples(value: Value, said: Axes, n: int | None) -> Axes:
     An axis that grows from `n` to `2 n` holds the examples in order. All other such axes are mixed.
     """
     result = list(said)
-    for k, (size, twice) in enumerate(zip(value.shape, value.twice or value.shape, strict=True)):
+    for k, (size, twice) in enumerate(
+        zip(value.shape, value.twice or value.shape, strict=True)
+    ):
         if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):
             result[k] = examples(n) if (size, twice) == (n, 2 * n) else mixed(size)
     return tuple(result)
@@ -171,10 +208,26 @@ def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
     """
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
-        pairs = [pair for v in inputs for pair in zip(v.axes, v.shape, v.grown, strict=True)] if grown else []
-        candidates = {axis for axis, length, longer in pairs if length == size and longer} - {mixed(size)}
+        pairs = (
+            [
+                pair
+                for v in inputs
+                for pair in zip(v.axes, v.shape, v.grown, strict=True)
+            ]
+            if grown
+            else []
+        )
+        candidates = {
+            axis for axis, length, longer in pairs if length == size and longer
+        } - {mixed(size)}
         taken = any(longer for *_, longer in pairs)
-        result.append(candidates.pop() if len(candidates) == 1 else mixed(size) if taken else foreign(size))
+        result.append(
+            candidates.pop()
+            if len(candidates) == 1
+            else mixed(size)
+            if taken
+            else foreign(size)
+        )
     return tuple(result)
 
 
@@ -197,4 +250,8 @@ def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
         if stride != inner:
             return None
         inner *= flat[by_stride[stride]].size
-    return tuple(by_stride[stride] for stride in sorted(by_stride, reverse=True)) if inner == n else None
+    return (
+        tuple(by_stride[stride] for stride in sorted(by_stride, reverse=True))
+        if inner == n
+        else None
+    )

@@ -119,11 +119,20 @@ def find_layers(
     return analysis.layers
 
 
-def _unsupported(names: Sequence[str], inexact: dict[int, Inexact]) -> UnsupportedLayerError:
-    lines = [f"{names[leaf]!r} is read by {read.operation}: {read.reason}" for leaf, read in sorted(inexact.items())]
-    patterns = ", ".join(repr(f"^{re.escape(names[leaf])}$") for leaf in sorted(inexact))
+def _unsupported(
+    names: Sequence[str], inexact: dict[int, Inexact]
+) -> UnsupportedLayerError:
+    lines = [
+        f"{names[leaf]!r} is read by {read.operation}: {read.reason}"
+        for leaf, read in sorted(inexact.items())
+    ]
+    patterns = ", ".join(
+        repr(f"^{re.escape(names[leaf])}$") for leaf in sorted(inexact)
+    )
     return UnsupportedLayerError(
-        f"{len(lines)} parameter(s) have no exact rows for each example:\n  " + "\n  ".join(lines) + "\nWithout "
+        f"{len(lines)} parameter(s) have no exact rows for each example:\n  "
+        + "\n  ".join(lines)
+        + "\nWithout "
         f"strict=True they get the gradient's own factors; skip=({patterns},) leaves their gradients as they are."
     )
 
@@ -146,7 +155,9 @@ class Analysis(NamedTuple):
     unclear: str
 
 
-def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None) -> Analysis:
+def layers_of(
+    traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None
+) -> Analysis:
     """Group the uses of each leaf into layers.
 
     Args:
@@ -163,9 +174,21 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     for use in reads.uses.values():
         if not use.dropped:
             by_leaf[use.leaf].append(use)
-    order = {leaf: place for place, leaf in enumerate(by_leaf)}  # uses are in program order
-    chosen = matching("gradient", options.gradient, names, {*range(len(names))} - skipped, "parameter left by skip=")
-    products = {leaf for leaf, uses in by_leaf.items() if any(use.read.op in KRONECKER_KINDS for use in uses)}
+    order = {
+        leaf: place for place, leaf in enumerate(by_leaf)
+    }  # uses are in program order
+    chosen = matching(
+        "gradient",
+        options.gradient,
+        names,
+        {*range(len(names))} - skipped,
+        "parameter left by skip=",
+    )
+    products = {
+        leaf
+        for leaf, uses in by_leaf.items()
+        if any(use.read.op in KRONECKER_KINDS for use in uses)
+    }
 
     # Remove leaves without exact rows from `by_leaf`: leaves that the walk has noted, leaves that the user has chosen,
     # and leaves for which `why` gives a reason.
@@ -182,12 +205,25 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
     companions = _companions(reads, by_leaf, kernels)
     # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
-    leave_inexact(by_leaf.keys() - kernels - biases, lambda uses: _no_examples(uses, batch.num_examples))
+    leave_inexact(
+        by_leaf.keys() - kernels - biases,
+        lambda uses: _no_examples(uses, batch.num_examples),
+    )
     # Drop the pairs in which a leaf has just been removed.
-    companions = {leaf: other for leaf, other in companions.items() if {leaf, other} <= by_leaf.keys()}
-    reduced = matching("reduce", options.reduce, names, kernels, "kernel of a product with exact rows")
-    kernel_uses = {names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels}
-    n, unclear = marks.num_examples(num_examples, batch, kernel_uses, reads.unmarked, reads.beside_others)
+    companions = {
+        leaf: other
+        for leaf, other in companions.items()
+        if {leaf, other} <= by_leaf.keys()
+    }
+    reduced = matching(
+        "reduce", options.reduce, names, kernels, "kernel of a product with exact rows"
+    )
+    kernel_uses = {
+        names[leaf]: [use for use in by_leaf[leaf] if not use.late] for leaf in kernels
+    }
+    n, unclear = marks.num_examples(
+        num_examples, batch, kernel_uses, reads.unmarked, reads.beside_others
+    )
 
     # Make a layer for each leaf. A kernel shares its layer with its bias, and a scale with its shift.
     drafts: list[tuple[Layer, list[int]]] = []
@@ -196,14 +232,22 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
         if leaf in skipped or leaf not in traced.program.outputs[0].leaves | chosen:
-            note = "has no elements" if leaf in empty else "skipped by the user" if leaf in skipped else UNREACHED
+            note = (
+                "has no elements"
+                if leaf in empty
+                else "skipped by the user"
+                if leaf in skipped
+                else UNREACHED
+            )
             layer = Layer(name, "skipped", (name,), (shapes[leaf],), note=note)
         elif leaf in kernels:
             layer = _kronecker_layer(leaves, reads, by_leaf, traced, n, leaf in reduced)
         elif leaf in by_leaf:
             layer = _elementwise_layer(leaves, by_leaf, traced, n)
         else:
-            layer = _gradient_layer(leaf, traced, reads.inexact.get(leaf), leaf in chosen)
+            layer = _gradient_layer(
+                leaf, traced, reads.inexact.get(leaf), leaf in chosen
+            )
         drafts.append((layer, leaves))
 
     # Name a layer after its module if the module has no other layer, otherwise after its first leaf.
@@ -214,7 +258,9 @@ def layers_of(traced: Trace, options: Layers, marks: Marks, num_examples: int | 
         # A key in `params` may contain a slash, so a module's path may equal a leaf's path.
         unique = parent and parents[parent] == 1 and parent not in names
         place = min((order[leaf] for leaf in leaves if leaf in order), default=0)
-        layer = dataclasses.replace(layer, name=parent if unique else layer.params[0], order=place)
+        layer = dataclasses.replace(
+            layer, name=parent if unique else layer.params[0], order=place
+        )
         layer = _bounded(layer, options.max_dim)
         blocks.append(layer)
         uses_of[layer.name] = [by_leaf.get(leaf, []) for leaf in leaves]
@@ -240,9 +286,17 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
     """Return a layer whose oversized factors are replaced by diagonal blocks or by their diagonals."""
     if not layer.kronecker:
         return layer
-    sizes = {name: shape[0] for name, shape in layer.block_shapes.items() if name not in layer.diagonal}
+    sizes = {
+        name: shape[0]
+        for name, shape in layer.block_shapes.items()
+        if name not in layer.diagonal
+    }
     counts = {name: -(-size // (max_dim or MAX_DIM)) for name, size in sizes.items()}
-    reasons = [f"{name} has more than max_dim={max_dim or MAX_DIM} rows" for name in sizes if counts[name] > 1]
+    reasons = [
+        f"{name} has more than max_dim={max_dim or MAX_DIM} rows"
+        for name in sizes
+        if counts[name] > 1
+    ]
     words = {name for name in sizes if counts[name] > 1 and sizes[name] >= VOCABULARY}
     if max_dim is None and layer.kind == "dense" and len(sizes) == 2 and not words:
         short, long = sorted(sizes, key=sizes.__getitem__)
@@ -250,16 +304,30 @@ def _bounded(layer: Layer, max_dim: int | None) -> Layer:
         pieces = times if times <= PIECES else PIECES if sizes[short] >= HEAD else 1
         if sizes[long] >= LONG and counts[long] < pieces:
             counts[long] = pieces
-            reasons.append(f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole")
+            reasons.append(
+                f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole"
+            )
     diagonal = tuple(name for name in "AG" if name in {*layer.diagonal, *words})
     # The rows of a diagonal factor are independent. If the number of pieces is a power of two, devices can share them.
-    counts |= {name: 1 << (-(-layer.block_shapes[name][0] // ROWS) - 1).bit_length() for name in diagonal}
+    counts |= {
+        name: 1 << (-(-layer.block_shapes[name][0] // ROWS) - 1).bit_length()
+        for name in diagonal
+    }
     note = "; ".join(filter(None, [layer.note, " and ".join(reasons)]))
-    return dataclasses.replace(layer, diagonal=diagonal, cut=(counts.get("A", 1), counts.get("G", 1)), note=note)
+    return dataclasses.replace(
+        layer,
+        diagonal=diagonal,
+        cut=(counts.get("A", 1), counts.get("G", 1)),
+        note=note,
+    )
 
 
 def matching(
-    option: str, patterns: Sequence[str], names: list[str], useful: Collection[int] | None = None, what: str = ""
+    option: str,
+    patterns: Sequence[str],
+    names: list[str],
+    useful: Collection[int] | None = None,
+    what: str = "",
 ) -> set[int]:
     """Return the indices of the leaves whose names match a pattern.
 
@@ -278,11 +346,17 @@ def matching(
         try:
             leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
         except (re.error, TypeError) as error:
-            raise ValueError(f"{option}: {pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(
+                f"{option}: {pattern!r} is not a regular expression: {error}"
+            ) from None
         if not leaves:
-            raise ValueError(f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}")
+            raise ValueError(
+                f"{option}: {pattern!r} matches no parameter; the parameters are {', '.join(names)}"
+            )
         if useful is not None and leaves.isdisjoint(useful):
-            raise ValueError(f"{option}: {pattern!r} matches no {what}, so it has no effect")
+            raise ValueError(
+                f"{option}: {pattern!r} matches no {what}, so it has no effect"
+            )
         found |= leaves
     return found
 
@@ -310,12 +384,26 @@ def _no_kernel(uses: list[Use]) -> Reason:
     main = main_use(products)
     if len(products) < len(uses):
         return "besides a product, an elementwise operation reads it", main.layout
-    if len({use.read.op == "embedding" for use in products if use.layout == main.layout}) > 1:
-        return "of inputs that are looked up there are only counts, so the two are no one block", main.layout
+    if (
+        len(
+            {
+                use.read.op == "embedding"
+                for use in products
+                if use.layout == main.layout
+            }
+        )
+        > 1
+    ):
+        return (
+            "of inputs that are looked up there are only counts, so the two are no one block",
+            main.layout,
+        )
     if len({use.picked for use in products}) > 1:
         return "the operations disagree on the parts that it is cut into", None
     others = [use for use in products if use.layout != main.layout]
-    if any(use.read.op == "embedding" or not _is_transposed(use, main) for use in others):
+    if any(
+        use.read.op == "embedding" or not _is_transposed(use, main) for use in others
+    ):
         return "the operations disagree on which of its axes are inputs", None
     if len({tuple(filter(None, use.view.stack)) for use in products}) > 1:
         return "the operations disagree on how it is stacked", None
@@ -334,10 +422,14 @@ def main_use(uses: Sequence[Use]) -> Use:
 
 def _is_transposed(a: Use, b: Use) -> bool:
     swapped = {"in": "out", "out": "in", "stack": "stack"}
-    return a.layout == axes_lib.layout((atom, swapped[role]) for atom, role in b.roles.items())
+    return a.layout == axes_lib.layout(
+        (atom, swapped[role]) for atom, role in b.roles.items()
+    )
 
 
-def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) -> dict[int, int]:
+def _companions(
+    reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]
+) -> dict[int, int]:
     """Return the bias of each kernel and the shift of each scale.
 
     Such a leaf is only added to outputs of this kernel or scale, at most once to each. A shift is added to every output
@@ -350,20 +442,37 @@ def _companions(reads: Reads, by_leaf: dict[int, list[Use]], kernels: set[int]) 
         joined = [use.joined[0] for use in uses if use.joined]
         partners = {reads.uses[op].leaf for op in joined}
         partner = partners.pop()
-        if partners or partner in companions or partner not in by_leaf or len(set(joined)) < len(joined):
+        if (
+            partners
+            or partner in companions
+            or partner not in by_leaf
+            or len(set(joined)) < len(joined)
+        ):
             continue
         if partner in kernels:
             # Some uses of the kernel may lack the bias. A subtracted bias does not correspond to a homogeneous 1. The
             # same holds for a bias of a kernel that is also read as its transpose.
-            fits = all(use.read.sign == 1 for use in uses) and len({use.layout for use in by_leaf[partner]}) == 1
+            fits = (
+                all(use.read.sign == 1 for use in uses)
+                and len({use.layout for use in by_leaf[partner]}) == 1
+            )
         else:
-            fits = len(joined) == len(by_leaf[partner]) and all(reads.uses[op].read.op == "mul" for op in joined)
+            fits = len(joined) == len(by_leaf[partner]) and all(
+                reads.uses[op].read.op == "mul" for op in joined
+            )
         if fits:
             companions[partner] = leaf
     return companions
 
 
-def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[Layout], note: str, **more: Any) -> Layer:
+def _layer(
+    traced: Trace,
+    leaves: Sequence[int],
+    kind: str,
+    layouts: Sequence[Layout],
+    note: str,
+    **more: Any,
+) -> Layer:
     """Make a layer for `leaves`, named after the first leaf, with the dimensions of `layouts`."""
     names, kernel = tuple(traced.names[leaf] for leaf in leaves), layouts[0]
     return Layer(
@@ -374,7 +483,12 @@ def _layer(traced: Trace, leaves: Sequence[int], kind: str, layouts: Sequence[La
 
 
 def _kronecker_layer(
-    leaves: list[int], reads: Reads, by_leaf: dict[int, list[Use]], traced: Trace, n: int | None, reduced: bool
+    leaves: list[int],
+    reads: Reads,
+    by_leaf: dict[int, list[Use]],
+    traced: Trace,
+    n: int | None,
+    reduced: bool,
 ) -> Layer:
     """Make the layer of a kernel and its bias, if any. With `reduced`, the layer uses the "reduce" setting.
 
@@ -389,9 +503,18 @@ def _kronecker_layer(
         joined = by_leaf[bias][0].joined
         assert joined is not None
         roles = reads.uses[joined[0]].roles.items()
-        pairs = [(atom, role) for atom, part in joined[1] for whole, role in roles if axes_lib.is_part(part, whole)]
+        pairs = [
+            (atom, role)
+            for atom, part in joined[1]
+            for whole, role in roles
+            if axes_lib.is_part(part, whole)
+        ]
         layouts.append(axes_lib.layout(pairs))
-    by_parts, lookup, ragged = by_part(uses), main.read.op == "embedding", any(u.read.groups is not None for u in uses)
+    by_parts, lookup, ragged = (
+        by_part(uses),
+        main.read.op == "embedding",
+        any(u.read.groups is not None for u in uses),
+    )
     rows = {sum(use.for_all(batch or n or 1).rows for use in part) for part in by_parts}
     ordered = _told_apart(uses, batch)
     parts = math.prod(atom.size for atom in uses[0].picked)
@@ -403,10 +526,14 @@ def _kronecker_layer(
             "transpose as well: leave it out"
         )
     notes = ["A holds the counts of the rows looked up"] * lookup
-    notes += ["read as its transpose as well"] * any(use.layout != kernel for use in uses)
+    notes += ["read as its transpose as well"] * any(
+        use.layout != kernel for use in uses
+    )
     notes += [f"{len(by_parts)} of its {parts} parts read"] * (len(by_parts) < parts)
     count = max(sum(use.reads for use in part) for part in by_parts)
-    convolutions = [x for use in uses if isinstance(x := use.read.geometry, Convolution)]
+    convolutions = [
+        x for use in uses if isinstance(x := use.read.geometry, Convolution)
+    ]
     return _layer(
         traced, leaves, main.read.op, layouts, "; ".join(notes), uses=count,
         diagonal=("A",) if lookup else (), weight_sharing="reduce" if summed else "expand",
@@ -421,10 +548,16 @@ def _positions(rows: int, n: int | None) -> int | None:
 
 
 def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
-    layout, parts = Layout(("out",), (math.prod(traced.shapes[leaves[0]]),)), by_part(by_leaf[leaves[0]])
+    layout, parts = (
+        Layout(("out",), (math.prod(traced.shapes[leaves[0]]),)),
+        by_part(by_leaf[leaves[0]]),
+    )
     kind, read_by = "diagonal", "read by an elementwise sum"
     if any(use.read.op == "mul" for use in by_leaf[leaves[0]]):
-        kind, read_by = "unitwise", f"elementwise scale{' and shift' if len(leaves) > 1 else ''}"
+        kind, read_by = (
+            "unitwise",
+            f"elementwise scale{' and shift' if len(leaves) > 1 else ''}",
+        )
     return _layer(
         traced, leaves, kind, [layout] * len(leaves), f"{read_by}: per-example gradients",
         positions=_positions(max(sum(use.rows for use in part) for part in parts), traced.batch.num_examples or n),
@@ -432,7 +565,9 @@ def _elementwise_layer(leaves, by_leaf, traced: Trace, n: int | None) -> Layer:
     )  # fmt: skip
 
 
-def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool) -> Layer:
+def _gradient_layer(
+    leaf: int, traced: Trace, why: Inexact | None, chosen: bool
+) -> Layer:
     """Make a layer with the gradient's own factors.
 
     The leaf becomes the matrices that a product reads, if they are known. Otherwise, it becomes a matrix that is as
@@ -444,8 +579,13 @@ def _gradient_layer(leaf: int, traced: Trace, why: Inexact | None, chosen: bool)
     if why and why.layout:
         layout = why.layout
     elif len(sizes) > 1:
-        cuts = [(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))]
-        layout = Layout(("in", "out"), min(cuts, key=lambda cut: (sum(size**2 for size in cut), cut)))
+        cuts = [
+            (math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes))
+        ]
+        layout = Layout(
+            ("in", "out"),
+            min(cuts, key=lambda cut: (sum(size**2 for size in cut), cut)),
+        )
     found = f"{why.operation}: {why.reason}" if why else "read without examples"
     note = "chosen by the user" if chosen else found
     return _layer(traced, [leaf], "gradient", [layout], note)

@@ -23,7 +23,16 @@ from kfac._capture.axes import Atom, Axes
 from kfac._capture.equations import SUMS
 from kfac._capture.primitives import Follow, Read, broadcast_axes
 from kfac._capture.program import Op, Program, Value
-from kfac._capture.states import NONE, Data, Derived, Output, State, Use, View, is_repeated
+from kfac._capture.states import (
+    NONE,
+    Data,
+    Derived,
+    Output,
+    State,
+    Use,
+    View,
+    is_repeated,
+)
 from kfac._capture.taps import Plan
 from kfac._capture.trace import Trace
 from kfac._layers import KRONECKER_KINDS, Layout
@@ -82,9 +91,13 @@ class Reads:
         self.unmarked, self.beside_others = False, ""
         self.plan = Plan()
         self._merged: set[Op] = set()  # late uses whose results have met the examples
-        self._leaked: set[Op] = set()  # late uses whose results reach the loss by themselves
+        self._leaked: set[Op] = (
+            set()
+        )  # late uses whose results reach the loss by themselves
         states: list[State] = [
-            Data() if k in skipped else View(k, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
+            Data()
+            if k in skipped
+            else View(k, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
             for k, shape in enumerate(traced.shapes)
         ]
         states += [Data()] * len(traced.arrays)
@@ -103,7 +116,9 @@ class Reads:
         states = list(map(_unbranched, states, op.inputs))
         if op.unmarked and not op.inner and any(isinstance(s, View) for s in states):
             pairs = zip(op.inputs, states, strict=True)
-            self.unmarked |= any(value.of_batch for value, s in pairs if isinstance(s, Data))
+            self.unmarked |= any(
+                value.of_batch for value, s in pairs if isinstance(s, Data)
+            )
         if not op.alive:
             return [Data()] * len(op.outputs)
         if any(s.shared for s in states):
@@ -115,10 +130,17 @@ class Reads:
         params = [s for s in states if not isinstance(s, Data)]
         if op.name == "optimization_barrier":
             # To follow a scaled view, its multiplier would have to cross the barrier. No known model needs this.
-            across = functools.partial(dataclasses.replace, inexact=f"it goes through a product, then {op.name}")
-            return [across(s) if isinstance(s, View) and s.scaled else s for s in states]
+            across = functools.partial(
+                dataclasses.replace,
+                inexact=f"it goes through a product, then {op.name}",
+            )
+            return [
+                across(s) if isinstance(s, View) and s.scaled else s for s in states
+            ]
         if op.inner:
-            leaving = self._scan(op, states) if op.scan else self._walk(op.inner, states)
+            leaving = (
+                self._scan(op, states) if op.scan else self._walk(op.inner, states)
+            )
             if any(isinstance(s, View) and s.scaled for s in leaving):
                 self.plan.look_inside(op)
             return leaving
@@ -143,14 +165,26 @@ class Reads:
         assert isinstance(state, Data) and state.output
         output = None
         if len(states) == 1:
-            meaning = op.meaning(0, state.output.axes) if op.name not in ("neg", "slice") else None
-            output = dataclasses.replace(state.output, axes=meaning.axes[0]) if isinstance(meaning, Follow) else None
+            meaning = (
+                op.meaning(0, state.output.axes)
+                if op.name not in ("neg", "slice")
+                else None
+            )
+            output = (
+                dataclasses.replace(state.output, axes=meaning.axes[0])
+                if isinstance(meaning, Follow)
+                else None
+            )
         elif op.name == "mul" or (op.name == "div" and k == 0):
             if self.uses[state.output.use].read.op == "mul":
                 # In x * (rsqrt(var) * scale) + shift, the product with x comes between the scale and its shift. The
                 # two can share a block as long as they act on the same channels.
-                output = Output(state.output.use, broadcast_axes(state.output.axes, shape, result))
-        elif (op.name in ("add", "add_any") or (op.name == "sub" and k == 0)) and shape == result:
+                output = Output(
+                    state.output.use, broadcast_axes(state.output.axes, shape, result)
+                )
+        elif (
+            op.name in ("add", "add_any") or (op.name == "sub" and k == 0)
+        ) and shape == result:
             # Adding other data does not change the gradient, so a bias may come after a residual connection.
             output = state.output
         return Data(output, shared)
@@ -164,16 +198,23 @@ class Reads:
             if isinstance(state, Data):
                 state = Data()
             elif carried and (
-                is_repeated(state, op.inputs[k]) or op.inner.outputs[k - first] is not op.inner.inputs[k]
+                is_repeated(state, op.inputs[k])
+                or op.inner.outputs[k - first] is not op.inner.inputs[k]
             ):
                 # Either a learned initial state that is broadcast over the examples, or a kernel that the loop changes.
                 state = self._meets(state, op, "a scan carries it on and changes it")
-            elif isinstance(state, View) and sliced and axes_lib.is_broadcast(state.axes[:1]):
+            elif (
+                isinstance(state, View)
+                and sliced
+                and axes_lib.is_broadcast(state.axes[:1])
+            ):
                 state = self._meets(state, op, "a scan iterates over copies of it")
             elif isinstance(state, View):
                 atoms = state.axes[0] if sliced else ()
                 axes = state.axes[1:] if sliced else state.axes
-                state = dataclasses.replace(state, axes=axes, stack=(*state.stack, atoms))
+                state = dataclasses.replace(
+                    state, axes=axes, stack=(*state.stack, atoms)
+                )
             entering.append(state)
         leaving = self._walk(op.inner, entering)
         results: list[State] = []
@@ -185,7 +226,9 @@ class Reads:
                 results.append(Data())
             elif k < op.scan.carried and op.outputs[k].size > 1:
                 # From the second iteration on, the body reads parameters in an input that the walk took for data.
-                results.append(self._meets(state, op, "an iteration hands it to the next"))
+                results.append(
+                    self._meets(state, op, "an iteration hands it to the next")
+                )
             else:
                 results.append(Derived(state.leaves, "scan"))
         return results
@@ -204,16 +247,27 @@ class Reads:
             return None
         shared = frozenset[Op]().union(*(s.shared for s in states))
         sharing = [k for k, s in enumerate(states) if s.shared]
-        beside_examples = any(value.of_batch for k, value in enumerate(op.inputs) if k not in sharing)
+        beside_examples = any(
+            value.of_batch for k, value in enumerate(op.inputs) if k not in sharing
+        )
         if beside_examples and op.summed and op.name in SUMS:
             self._leaked |= shared
             return [Data()]
         shape, result = op.inputs[sharing[0]].shape, op.outputs[0]
         grown = [k for k, longer in enumerate(result.grown) if longer]
         elementwise = op.name == "broadcast_in_dim" or op.name in primitives.ELEMENTWISE
-        met = [k for k in grown if op.name == "broadcast_in_dim" or shape[k : k + 1] == (1,)]
+        met = [
+            k
+            for k in grown
+            if op.name == "broadcast_in_dim" or shape[k : k + 1] == (1,)
+        ]
         of_one_shape = len({op.inputs[k].shape for k in sharing}) == 1
-        if elementwise and of_one_shape and len(met) == 1 and result.axes[met[0]] == axes_lib.examples(self.n or 1):
+        if (
+            elementwise
+            and of_one_shape
+            and len(met) == 1
+            and result.axes[met[0]] == axes_lib.examples(self.n or 1)
+        ):
             self.plan.merges[op] = met[0]
             self.plan.look_inside(op)
             self._merged |= shared
@@ -229,7 +283,11 @@ class Reads:
             one = len(params) == 1 and isinstance(params[0], View)
             return one and (op.product or op.name in ("add", "add_any"))
         others = [v for v, s in zip(op.inputs, states, strict=True) if not s.shared]
-        return len(op.outputs) == 1 and not any(op.outputs[0].grown) and not any(value.of_batch for value in others)
+        return (
+            len(op.outputs) == 1
+            and not any(op.outputs[0].grown)
+            and not any(value.of_batch for value in others)
+        )
 
     def _unshared(self, state: State) -> State:
         """Return the state without shared rows, and note that the kernels that read these rows are inexact."""
@@ -237,7 +295,12 @@ class Reads:
             return state
         for use in self.uses.values():
             if use.op in state.shared:
-                self._note(use.leaf, use.read.name, "it reads rows that all examples share", use)
+                self._note(
+                    use.leaf,
+                    use.read.name,
+                    "it reads rows that all examples share",
+                    use,
+                )
         return dataclasses.replace(state, shared=frozenset())
 
     def _settle(self) -> None:
@@ -260,22 +323,45 @@ class Reads:
         with_rows = {use.leaf for use in self.uses.values() if not use.late}
         for op, use in self.uses.items():
             if use.late and op in self._merged & self._leaked:
-                self._note(use.leaf, use.read.name, "it reads rows that examples share, and the loss by itself", use)
+                self._note(
+                    use.leaf,
+                    use.read.name,
+                    "it reads rows that examples share, and the loss by itself",
+                    use,
+                )
             elif use.late and op not in self._merged:
                 # If the examples are unknown, constants may hold them.
                 apart = self.n is not None and (self.unmarked or op.unmarked)
                 of_arguments = op.inputs[use.read.other].from_arguments
                 if apart and (of_arguments or use.leaf in with_rows):
-                    shape = [math.prod(atom.size for atom in axis) for axis in use.read.x_axes]
-                    what = "rows of another batch" if of_arguments else f"a constant {shape} too, as a penalty does"
-                    how = "kfac.output(..., weight=)" + ", or batch_argnums=(1, 2) if it is as long" * of_arguments
-                    self._note(use.leaf, use.read.name, f"it reads {what}, without {how}", use)
+                    shape = [
+                        math.prod(atom.size for atom in axis)
+                        for axis in use.read.x_axes
+                    ]
+                    what = (
+                        "rows of another batch"
+                        if of_arguments
+                        else f"a constant {shape} too, as a penalty does"
+                    )
+                    how = (
+                        "kfac.output(..., weight=)"
+                        + ", or batch_argnums=(1, 2) if it is as long" * of_arguments
+                    )
+                    self._note(
+                        use.leaf, use.read.name, f"it reads {what}, without {how}", use
+                    )
                 else:
                     self.uses[op] = dataclasses.replace(use, late=False, dropped=apart)
-            if use.joined and self.uses[use.joined[0]].dropped:  # the kernel's use comes first
+            if (
+                use.joined and self.uses[use.joined[0]].dropped
+            ):  # the kernel's use comes first
                 self.uses[op] = dataclasses.replace(use, dropped=True)
                 if self.uses[use.joined[0]].leaf in self.inexact:
-                    self._note(use.leaf, use.read.name, "it is added to rows that all examples share")
+                    self._note(
+                        use.leaf,
+                        use.read.name,
+                        "it is added to rows that all examples share",
+                    )
 
     # -- reads ---------------------------------------------------------------------------------------------------
 
@@ -285,8 +371,12 @@ class Reads:
 
     def _product(self, op: Op, states: list[State]) -> State:
         problem = ""
-        views = [(k, state) for k, state in enumerate(states) if isinstance(state, View)]
-        for k, view in sorted(views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])):
+        views = [
+            (k, state) for k, state in enumerate(states) if isinstance(state, View)
+        ]
+        for k, view in sorted(
+            views, key=lambda pair: is_repeated(pair[1], op.inputs[pair[0]])
+        ):
             meaning = op.meaning(k, view.axes)
             if not isinstance(meaning, Read) or is_repeated(view, op.inputs[k]):
                 repeated = "its entries are repeated before the product"
@@ -295,16 +385,28 @@ class Reads:
             other, value = states[meaning.other], op.inputs[meaning.other]
             if not (isinstance(other, Data) or is_repeated(other, value)):
                 continue
-            has_rows = not isinstance(other, Data) or (value.of_batch and not other.shared)
+            has_rows = not isinstance(other, Data) or (
+                value.of_batch and not other.shared
+            )
             if not has_rows and meaning.op != "dense":
                 continue
-            self._meets(other, op, "it is broadcast to the examples, which then see it as an activation")
+            self._meets(
+                other,
+                op,
+                "it is broadcast to the examples, which then see it as an activation",
+            )
             use = Use(meaning, view, op, late=not has_rows)
-            self.beside_others = self.beside_others or (op.describe() if value.concatenated else "")
+            self.beside_others = self.beside_others or (
+                op.describe() if value.concatenated else ""
+            )
             if not self._exact(use, constants=self.hidden and not value.from_arguments):
                 return Data()
             result = self._add(use)
-            return result if has_rows else dataclasses.replace(result, shared=other.shared | {op})
+            return (
+                result
+                if has_rows
+                else dataclasses.replace(result, shared=other.shared | {op})
+            )
         return self._derive(op, states, problem)
 
     def _exact(self, use: Use, constants: bool) -> bool:
@@ -316,12 +418,17 @@ class Reads:
         """
         view, operation = use.view, use.op.describe()
         for leaf in view.beside:
-            self._note(leaf, operation, "the kernel is a different array, computed from it")
+            self._note(
+                leaf, operation, "the kernel is a different array, computed from it"
+            )
         reasons = [
             view.inexact,
-            "its values are multiplied by others before the product" * (not view.uniform),
-            "it reads a slice that is not one of several equal parts of the parameter" * (view.picks is None),
-            "it reads constants, which the examples that the loss hides may share" * constants,
+            "its values are multiplied by others before the product"
+            * (not view.uniform),
+            "it reads a slice that is not one of several equal parts of the parameter"
+            * (view.picks is None),
+            "it reads constants, which the examples that the loss hides may share"
+            * constants,
         ]
         reason = next(filter(None, reasons), "")
         if reason:
@@ -341,7 +448,11 @@ class Reads:
                 start = list(view.start)
                 for leaf_axis, by in moves:
                     start[leaf_axis] += by
-                views.append(dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled))
+                views.append(
+                    dataclasses.replace(
+                        view, axes=axes, start=tuple(start), scaled=scaled
+                    )
+                )
             return views
         if op.name == "gather" and operand == 0:
             state = self._lookup(op, meaning, view)
@@ -351,7 +462,9 @@ class Reads:
             return None
         return None if state is None else [state]
 
-    def _elementwise(self, op: Op, read: Read, view: View, states: list[State]) -> State | None:
+    def _elementwise(
+        self, op: Op, read: Read, view: View, states: list[State]
+    ) -> State | None:
         """Return the state after a sum or product of a view with data, or None if the op cannot be followed."""
         other, value = states[read.other], op.inputs[read.other]
         assert isinstance(other, Data)
@@ -367,7 +480,12 @@ class Reads:
         joined = None
         # In `b - y`, the gradients of a kernel have the opposite sign to the gradients of its bias.
         opposite = op.name == "sub" and read.operand == 0
-        if additive and other.output and not view.scaled and not (opposite and self._is_kernel(other.output.use)):
+        if (
+            additive
+            and other.output
+            and not view.scaled
+            and not (opposite and self._is_kernel(other.output.use))
+        ):
             joined = self._join(view, axes, other.output)
         if joined or (repeated and value.of_batch and not other.shared):
             if view.inexact or view.beside:
@@ -378,11 +496,18 @@ class Reads:
             return dataclasses.replace(result, shared=other.shared)
         if other.shared:
             return None
-        scaled = not additive or view.scaled or read.sign < 0  # a sum keeps the gradient up to its sign
+        scaled = (
+            not additive or view.scaled or read.sign < 0
+        )  # a sum keeps the gradient up to its sign
         if scaled:
             self._scale(op, read.operand)
-        uniform, mixed = view.uniform and (additive or value.size == 1), view.mixed or (not additive and value.of_batch)
-        return dataclasses.replace(view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed)
+        uniform, mixed = (
+            view.uniform and (additive or value.size == 1),
+            view.mixed or (not additive and value.of_batch),
+        )
+        return dataclasses.replace(
+            view, axes=axes, scaled=scaled, uniform=uniform, mixed=mixed
+        )
 
     def _lookup(self, op: Op, read: Any, view: View) -> State | None:
         """Return the state after rows of a table are looked up, or None if the indices do not depend on the batch.
@@ -391,8 +516,14 @@ class Reads:
         """
         if not op.inputs[1].of_batch:
             return None
-        whole = sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2  # the table must be a matrix
-        exact = isinstance(read, Read) and view.uniform and not (view.inexact or view.beside)
+        whole = (
+            sum(math.prod(a.size for a in axis) > 1 for axis in view.axes) <= 2
+        )  # the table must be a matrix
+        exact = (
+            isinstance(read, Read)
+            and view.uniform
+            and not (view.inexact or view.beside)
+        )
         if not (exact and whole) or view.picks is None:
             return self._meets(view, op, "it is not looked up row by row")
         self.uses[op] = Use(read, view, op)
@@ -406,7 +537,9 @@ class Reads:
     def _is_kernel(self, op: Op) -> bool:
         return self.uses[op].read.op in KERNEL_OPS
 
-    def _join(self, view: View, y_axes: Axes, output: Output) -> tuple[Op, tuple[tuple[Atom, Atom], ...]] | None:
+    def _join(
+        self, view: View, y_axes: Axes, output: Output
+    ) -> tuple[Op, tuple[tuple[Atom, Atom], ...]] | None:
         """Pair the elements of a vector with the output features of the use that the vector is added to.
 
         Args:
@@ -423,12 +556,20 @@ class Reads:
         picks, of_use = view.picks, use.view.picks
         if len(view.stack) != len(use.view.stack) or picks is None or of_use is None:
             return None
-        if [(atom.size, index) for atom, index in picks] != [(atom.size, index) for atom, index in of_use]:
+        if [(atom.size, index) for atom, index in picks] != [
+            (atom.size, index) for atom, index in of_use
+        ]:
             return None
-        pairs = [(atom, partner) for (atom, _), (partner, _) in zip(picks, of_use, strict=True)]
+        pairs = [
+            (atom, partner)
+            for (atom, _), (partner, _) in zip(picks, of_use, strict=True)
+        ]
         # Compare axis by axis: first the axes of the surrounding scans, then the axes of the sum.
         atoms = axes_lib.atoms_of((*use.view.stack, *use.read.y_axes))
-        theirs = (*use.view.stack, *(axes_lib.split_like(axis, atoms) for axis in output.axes))
+        theirs = (
+            *use.view.stack,
+            *(axes_lib.split_like(axis, atoms) for axis in output.axes),
+        )
         for axis, other in zip((*view.stack, *y_axes), theirs, strict=True):
             refined = None if other is None else axes_lib.common_refinement(axis, other)
             if refined is None or any(a.of_leaf != b.of_leaf for a, b in refined):
@@ -439,7 +580,11 @@ class Reads:
         # among copies and the order among features must agree. A scale and its shift are used in memory order.
         copies = {*use.copies} if use.read.op in KERNEL_OPS else set()
         for of_copies in (True, False):
-            order = [b.memory_order for _, b in pairs if any(axes_lib.is_part(b, atom) for atom in copies) == of_copies]
+            order = [
+                b.memory_order
+                for _, b in pairs
+                if any(axes_lib.is_part(b, atom) for atom in copies) == of_copies
+            ]
             if order != sorted(order):
                 return None
         return output.use, tuple(pairs)
@@ -452,20 +597,48 @@ class Reads:
         If the parameters meet data, the result is data, and the leaves are noted as inexact (except in a penalty that
         is added to the loss). Otherwise, the result is another array of parameters.
         """
-        params = [(value, s) for value, s in zip(op.inputs, states, strict=True) if not isinstance(s, Data)]
+        params = [
+            (value, s)
+            for value, s in zip(op.inputs, states, strict=True)
+            if not isinstance(s, Data)
+        ]
         leaves = NONE.union(*(s.leaves for _, s in params))
         how = next((s.how for _, s in params if isinstance(s, Derived)), op.name)
-        data = [value for value, s in zip(op.inputs, states, strict=True) if isinstance(s, Data)]
+        data = [
+            value
+            for value, s in zip(op.inputs, states, strict=True)
+            if isinstance(s, Data)
+        ]
         mixed = any(isinstance(s, View) and s.mixed for _, s in params)
-        if mixed or any(value.of_batch for value in data) or any(s.shared for s in states):
-            if op.summed and op.name in SUMS and all(value.size == 1 for value, _ in params):
+        if (
+            mixed
+            or any(value.of_batch for value in data)
+            or any(s.shared for s in states)
+        ):
+            if (
+                op.summed
+                and op.name in SUMS
+                and all(value.size == 1 for value, _ in params)
+            ):
                 return Data()  # a penalty that is added to the loss
             for _, s in params:
-                built = f"the kernel is computed from it by {s.how}" if op.product and isinstance(s, Derived) else ""
-                self._meets(s, op, reason or built or f"what {how} makes of it has no known rows")
+                built = (
+                    f"the kernel is computed from it by {s.how}"
+                    if op.product and isinstance(s, Derived)
+                    else ""
+                )
+                self._meets(
+                    s,
+                    op,
+                    reason or built or f"what {how} makes of it has no known rows",
+                )
             return Data()
         (result, *more) = op.outputs
-        followed = [s for value, s in params if isinstance(s, View) and value.shape == result.shape]
+        followed = [
+            s
+            for value, s in params
+            if isinstance(s, View) and value.shape == result.shape
+        ]
         if followed and not more and not op.product:
             view = followed[0]
             operand = next(k for k, s in enumerate(states) if s is view)
@@ -475,29 +648,58 @@ class Reads:
             by_number = op.name == "mul" and all(value.size == 1 for value, _ in others)
             # The first view in a sum of parameters keeps exact rows, and so does a view times a learned number. The
             # other leaves have no exact rows.
-            if beside and view.leaf not in beside and (op.name in ("add", "add_any") or by_number):
+            if (
+                beside
+                and view.leaf not in beside
+                and (op.name in ("add", "add_any") or by_number)
+            ):
                 if by_number or view.scaled:
                     self._scale(op, operand)
-                return dataclasses.replace(view, scaled=view.scaled or by_number, beside=view.beside | beside)
-            why = view.inexact or f"it is multiplied by, or made into, something else by {op.name}"
-            return dataclasses.replace(view, inexact=why, beside=view.beside | (beside - {view.leaf}))
+                return dataclasses.replace(
+                    view, scaled=view.scaled or by_number, beside=view.beside | beside
+                )
+            why = (
+                view.inexact
+                or f"it is multiplied by, or made into, something else by {op.name}"
+            )
+            return dataclasses.replace(
+                view, inexact=why, beside=view.beside | (beside - {view.leaf})
+            )
         grew = op.name == "broadcast_in_dim" and (any(result.grown) or self.n is None)
-        return Derived(leaves, how, repeated=all(is_repeated(s, value) for value, s in params) or grew)
+        return Derived(
+            leaves,
+            how,
+            repeated=all(is_repeated(s, value) for value, s in params) or grew,
+        )
 
     def _meets(self, state: State, op: Op, reason: str) -> Data:
         """Note that the leaves of `state` meet data in a way without exact rows. Return the state of the result."""
         for leaf in state.leaves:
-            earlier = state.inexact if isinstance(state, View) and state.leaf == leaf else ""
+            earlier = (
+                state.inexact if isinstance(state, View) and state.leaf == leaf else ""
+            )
             self._note(leaf, op.describe(), earlier or reason)
         return Data()
 
-    def _note(self, leaf: int, operation: str, reason: str, use: Use | None = None) -> None:
-        kernel = use is not None and use.read.op in KRONECKER_KINDS and use.view.picks is not None
+    def _note(
+        self, leaf: int, operation: str, reason: str, use: Use | None = None
+    ) -> None:
+        kernel = (
+            use is not None
+            and use.read.op in KRONECKER_KINDS
+            and use.view.picks is not None
+        )
         layout = use.layout if use is not None and kernel else None
         noted = self.inexact.get(leaf)
         if noted is None or (noted.layout is None and layout is not None):
-            self.inexact[leaf] = Inexact(*(noted[:2] if noted else (operation, reason)), layout)
+            self.inexact[leaf] = Inexact(
+                *(noted[:2] if noted else (operation, reason)), layout
+            )
 
 
 def _unbranched(state: State, value: Value) -> State:
-    return dataclasses.replace(state, output=None) if value.branched and isinstance(state, Data) else state
+    return (
+        dataclasses.replace(state, output=None)
+        if value.branched and isinstance(state, Data)
+        else state
+    )

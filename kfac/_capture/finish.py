@@ -39,7 +39,13 @@ class Sums(NamedTuple):
 
 
 def finish_kronecker(
-    layer: Layer, uses: list[Use], n: int, batch: int, dtype: Any, moments: bool, over: Spread | None
+    layer: Layer,
+    uses: list[Use],
+    n: int,
+    batch: int,
+    dtype: Any,
+    moments: bool,
+    over: Spread | None,
 ) -> Sums:
     """Plan a Kronecker layer's probes, and how their sums become factors.
 
@@ -56,24 +62,46 @@ def finish_kronecker(
     ragged = any(use.read.groups is not None for use in uses)
     loops, batched = use.iterated, math.prod(atom.size for atom in use.read.batched)
     # A single copy's shapes, by array name.
-    shapes = {"A": (batch, layer.d_in), "G": (batch, layer.d_out)} if reduce else dict(layer.side_shapes)
+    shapes = (
+        {"A": (batch, layer.d_in), "G": (batch, layer.d_out)}
+        if reduce
+        else dict(layer.side_shapes)
+    )
     if ragged:
         shapes = {"A": shapes["A"], "squares": shapes["G"], "rows": ()}
     if moments:
         shapes["moments"] = (layer.d_out, layer.d_in)
-    arrays = {name: jax.ShapeDtypeStruct((*loops, batched, *shape), dtype) for name, shape in shapes.items()}
+    arrays = {
+        name: jax.ShapeDtypeStruct((*loops, batched, *shape), dtype)
+        for name, shape in shapes.items()
+    }
     if over is not None:
-        flat = {name: (math.prod(shape),) if name == "moments" else shape for name, shape in shapes.items()}
-        arrays = {name: over.probe(loops, batched, shape, dtype) for name, shape in flat.items()}
+        flat = {
+            name: (math.prod(shape),) if name == "moments" else shape
+            for name, shape in shapes.items()
+        }
+        arrays = {
+            name: over.probe(loops, batched, shape, dtype)
+            for name, shape in flat.items()
+        }
         shapes = {name: over.room(shape) for name, shape in flat.items()}
     kind: type[Any] = Ragged if ragged else Kronecker
     # A read of the transpose has the layer's outputs as inputs, so `A` and `G` swap shapes.
     keys = list(dict.fromkeys(probe_key(layer, use) for use in uses))
-    probes = {key: kind(**arrays) if len(key) == 2 else Kronecker(arrays["G"], arrays["A"]) for key in keys}
-    positions = {part[0].part: sum(use.for_all(batch).rows for use in part) / n for part in by_part(uses)}
+    probes = {
+        key: kind(**arrays) if len(key) == 2 else Kronecker(arrays["G"], arrays["A"])
+        for key in keys
+    }
+    positions = {
+        part[0].part: sum(use.for_all(batch).rows for use in part) / n
+        for part in by_part(uses)
+    }
     parts = math.prod(atom.size for atom in use.picked)
     # The taps bring batched copies to memory order, flips included. Scans stack copies in the order of their reads.
-    batches = sorted((atom._replace(flipped=False) for atom in use.read.batched), key=lambda atom: atom.memory_order)
+    batches = sorted(
+        (atom._replace(flipped=False) for atom in use.read.batched),
+        key=lambda atom: atom.memory_order,
+    )
     order = _memory_order([*use.picked, *use.scanned, *batches])
     lead = (layer.copies,) if layer.stacked else ()
 
@@ -95,9 +123,15 @@ def finish_kronecker(
         """Return the layer's factors from its parts' factors. An unread part has zeros."""
         unread = jax.tree.map(jnp.zeros_like, next(iter(of_parts.values())))
         blocks = [of_parts.get(part, unread) for part in range(parts)]
-        stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks), *blocks) if parts > 1 else blocks[0]
+        stacked = (
+            jax.tree.map(lambda *blocks: jnp.stack(blocks), *blocks)
+            if parts > 1
+            else blocks[0]
+        )
         ordered = {
-            name: _reordered(getattr(stacked, name).reshape(-1, *shape), order).reshape(*lead, *shape)
+            name: _reordered(getattr(stacked, name).reshape(-1, *shape), order).reshape(
+                *lead, *shape
+            )
             for name, shape in shapes.items()
         }
         if reduce:
@@ -107,9 +141,21 @@ def finish_kronecker(
 
     def finish(sums: list[Any]) -> Statistics:
         by_key = dict(zip(keys, sums, strict=True))
-        direct = {key[1]: of_part(sums, positions[key[1]]) for key, sums in by_key.items() if len(key) == 2}
-        turned = {key[1]: of_transpose(sums, positions[key[1]]) for key, sums in by_key.items() if len(key) > 2}
-        return Tied(of_layer(direct), of_layer(turned), layer.diagonal, layer.cut) if turned else of_layer(direct)
+        direct = {
+            key[1]: of_part(sums, positions[key[1]])
+            for key, sums in by_key.items()
+            if len(key) == 2
+        }
+        turned = {
+            key[1]: of_transpose(sums, positions[key[1]])
+            for key, sums in by_key.items()
+            if len(key) > 2
+        }
+        return (
+            Tied(of_layer(direct), of_layer(turned), layer.diagonal, layer.cut)
+            if turned
+            else of_layer(direct)
+        )
 
     def arrange_basis(basis: Kronecker) -> dict[Key, Kronecker]:
         def arranged(vectors):
@@ -118,7 +164,10 @@ def finish_kronecker(
             return vectors.reshape(parts, *loops, batched, *shape)
 
         whole = jax.tree.map(arranged, basis)
-        return {basis_key(layer, part): jax.tree.map(lambda x, part=part: x[part], whole) for part in positions}
+        return {
+            basis_key(layer, part): jax.tree.map(lambda x, part=part: x[part], whole)
+            for part in positions
+        }
 
     packed = finish if over is None else over.packed(finish, len(loops), len(lead))
     return Sums(probes, packed, arrange_basis if moments else None)
@@ -126,7 +175,11 @@ def finish_kronecker(
 
 def probe_key(layer: Layer, use: Use) -> Key:
     """Return a use's probe key: the layer, the part, and `"transposed"` if the use reads the transpose."""
-    return (layer.name, use.part) if use.layout == layer.layouts[0] else (layer.name, use.part, "transposed")
+    return (
+        (layer.name, use.part)
+        if use.layout == layer.layouts[0]
+        else (layer.name, use.part, "transposed")
+    )
 
 
 def basis_key(layer: Layer, part: int) -> Key:
@@ -140,16 +193,26 @@ def _products(layer: Layer, side: str, rows: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(rows), axis=-2)
     count = layer.cut["AG".index(side)]
     rows = in_blocks(rows, count) if count > 1 else rows
-    return jnp.einsum("...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum(
+        "...ni,...nj->...ij", rows, rows, precision=jax.lax.Precision.HIGHEST
+    )
 
 
 def _memory_order(stack: list[Atom]) -> np.ndarray:
     """Return each copy's index in an array with the axes `stack`, for all copies in memory order."""
-    places = np.arange(math.prod(atom.size for atom in stack)).reshape([atom.size for atom in stack])
+    places = np.arange(math.prod(atom.size for atom in stack)).reshape(
+        [atom.size for atom in stack]
+    )
     places = np.flip(places, tuple(k for k, atom in enumerate(stack) if atom.flipped))
-    return places.transpose(sorted(range(len(stack)), key=lambda k: stack[k].memory_order)).reshape(-1)
+    return places.transpose(
+        sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
+    ).reshape(-1)
 
 
 def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:
     """Reorder the entries of an array's first axis."""
-    return array if np.array_equal(order, np.arange(len(order))) else jnp.take(array, order, axis=0, mode="clip")
+    return (
+        array
+        if np.array_equal(order, np.arange(len(order)))
+        else jnp.take(array, order, axis=0, mode="clip")
+    )

@@ -42,9 +42,15 @@ class Likelihood:
 
     def __post_init__(self):
         """Check the arguments."""
-        for name in ("sample", "log_prob", *(["root"] if self.root is not None else [])):
+        for name in (
+            "sample",
+            "log_prob",
+            *(["root"] if self.root is not None else []),
+        ):
             if not callable(getattr(self, name)):
-                raise ValueError(f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}"
+                )
 
     def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:
         """Return the gradient of `-log p(y | x)` with respect to `x` for a drawn target `y`, in float32 or wider."""
@@ -59,7 +65,9 @@ class Likelihood:
           ValueError: the likelihood has no `root`. `what` names the caller in the message.
         """
         if self.root is None:
-            raise ValueError(f"{what} needs the curvature of the loss: give the Likelihood a root= as well")
+            raise ValueError(
+                f"{what} needs the curvature of the loss: give the Likelihood a root= as well"
+            )
         dtype = accumulator(x.dtype)
         return self.root(x.astype(dtype), v.astype(dtype))
 
@@ -82,7 +90,9 @@ LIKELIHOODS = {
     ),
     "bernoulli": Likelihood(
         lambda key, x: jax.random.bernoulli(key, jax.nn.sigmoid(x)).astype(x.dtype),
-        lambda x, target: -jnp.sum(optax.sigmoid_binary_cross_entropy(x, target), axis=-1),
+        lambda x, target: (
+            -jnp.sum(optax.sigmoid_binary_cross_entropy(x, target), axis=-1)
+        ),
         lambda x, v: jnp.sqrt(jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)) * v,
     ),
     "gaussian": _GAUSSIAN,
@@ -110,7 +120,9 @@ def name_of(likelihood: str | Likelihood) -> str:
         return str(_OWN.index(likelihood))
     if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
         names = ", ".join(map(repr, LIKELIHOODS))
-        raise ValueError(f"likelihood must be one of {names} or a kfac.curvature.Likelihood, but is {likelihood!r}")
+        raise ValueError(
+            f"likelihood must be one of {names} or a kfac.curvature.Likelihood, but is {likelihood!r}"
+        )
     return likelihood
 
 

@@ -19,7 +19,10 @@ from kfac._varying import zeros_of
 
 
 def microbatch(
-    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] | None = None
+    fn: Callable[..., Any],
+    num_microbatches: int,
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Any]:
     """Evaluate `fn` on equal parts of a batch, one after the other, and average its results.
 
@@ -51,7 +54,10 @@ def microbatch(
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
         positions = split_positions(args, kwargs, batch_argnums)
-        parts = [jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k]) for k in positions]
+        parts = [
+            jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k])
+            for k in positions
+        ]
 
         def one(numbered):
             number, parts = numbered
@@ -66,7 +72,9 @@ def microbatch(
         for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 what = f"result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
-                raise ValueError(f"microbatch averages results, but {what}: make it a float, or leave it out")
+                raise ValueError(
+                    f"microbatch averages results, but {what}: make it a float, or leave it out"
+                )
 
         def widen(x):
             return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -74,16 +82,22 @@ def microbatch(
         evaluate = fast_in_loops(one)
 
         def step(total, part):
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, evaluate(part)), None
+            return jax.tree.map(
+                lambda t, x: t + x.astype(t.dtype), total, evaluate(part)
+            ), None
 
         total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
-        return jax.tree.map(lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros)
+        return jax.tree.map(
+            lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros
+        )
 
     return accumulated
 
 
 def split_positions(
-    args: Sequence[Any], kwargs: dict[str, Any], batch_argnums: int | Sequence[int] | None
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    batch_argnums: int | Sequence[int] | None,
 ) -> list[int]:
     """Return the sorted positions of the arguments to split.
 
@@ -92,12 +106,18 @@ def split_positions(
         `batch_argnums` is None and another argument has an array of the same leading length.
     """
     argnums = 1 if batch_argnums is None else batch_argnums
-    positions = sorted(int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1))
+    positions = sorted(
+        int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1)
+    )
     lengths = leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
         what = f"different lengths {', '.join(map(str, lengths))}"
-        raise ValueError(f"arrays to split have {what}: pass what all parts share apart")
-    beside: list[tuple[int | str, Any]] = [(k, x) for k, x in enumerate(args) if k and k not in positions]
+        raise ValueError(
+            f"arrays to split have {what}: pass what all parts share apart"
+        )
+    beside: list[tuple[int | str, Any]] = [
+        (k, x) for k, x in enumerate(args) if k and k not in positions
+    ]
     for name, argument in [*beside, *kwargs.items()] if batch_argnums is None else ():
         arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
         if both := leading_lengths(arrays).keys() & lengths.keys():
@@ -129,7 +149,11 @@ class Thinned(NamedTuple):
 
 
 def every_example(
-    layers: Layers, args: Sequence[Any], kwargs: dict[str, Any], every: int, multiple: int = 1
+    layers: Layers,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    every: int,
+    multiple: int = 1,
 ) -> Thinned:
     """Take every `every`-th example of a batch, or all if there are too few.
 
@@ -153,7 +177,12 @@ def every_example(
     def thinned(key, argument):
         def thin(path, leaf):
             name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-            if not is_array(leaf) or not leaf.shape or is_key(leaf) or name in layers.shared:
+            if (
+                not is_array(leaf)
+                or not leaf.shape
+                or is_key(leaf)
+                or name in layers.shared
+            ):
                 return leaf
             rows = leaf.shape[0]
             count = counts[rows] = rows // (every * multiple) * multiple or rows
@@ -161,12 +190,18 @@ def every_example(
                 return leaf
             # Neighbouring examples lie on the same device, so the result is sharded like the batch. Without the
             # barrier, XLA for GPUs (jaxlib 0.10.2) merges this slice into a matrix product and aborts.
-            return lax.optimization_barrier(leaf[: count * every].reshape(count, every, *leaf.shape[1:])[:, 0])
+            return lax.optimization_barrier(
+                leaf[: count * every].reshape(count, every, *leaf.shape[1:])[:, 0]
+            )
 
         return jax.tree_util.tree_map_with_path(thin, argument)
 
-    positional = tuple(thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1))
-    named = {k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()}
+    positional = tuple(
+        thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1)
+    )
+    named = {
+        k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()
+    }
     return Thinned(positional, named, counts[max(counts)], max(counts))
 
 
@@ -179,8 +214,12 @@ def _parts(x: Any, count: int, argnum: int) -> jax.Array:
     shape = jnp.shape(x)
     if not shape or shape[0] % count:
         what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
-        raise ValueError(f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}")
-    split = jax.typeof(x).sharding.spec[0]  # the explicit mesh axes that split the leading axis
+        raise ValueError(
+            f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}"
+        )
+    split = jax.typeof(x).sharding.spec[
+        0
+    ]  # the explicit mesh axes that split the leading axis
     if split is None:
         return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
     # Each part takes every `count`-th example, so it is sharded like the batch. Neighbours would lie on a few devices.

@@ -26,7 +26,11 @@ from kfac._varying import as_varying, varying_axes, whole
 
 
 def output(
-    x: jax.Array, likelihood: str | Likelihood, *, weight: float = 1.0, variance: jax.typing.ArrayLike | None = None
+    x: jax.Array,
+    likelihood: str | Likelihood,
+    *,
+    weight: float = 1.0,
+    variance: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
@@ -70,16 +74,25 @@ def output(
         raise ValueError(f"weight must be positive and finite, but is {weight!r}")
     if variance is not None:
         if likelihood != "gaussian":
-            raise ValueError(f"variance is for likelihood='gaussian', but likelihood is {likelihood!r}")
+            raise ValueError(
+                f"variance is for likelihood='gaussian', but likelihood is {likelihood!r}"
+            )
         deviation = jnp.sqrt(variance).astype(jnp.result_type(x))
         return output(x / deviation, likelihood, weight=weight) * deviation
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"the output must be real, but has dtype {x.dtype}")
     if x.ndim < 1:
-        raise ValueError("the output must have an axis of features, but is a scalar: pass x[..., None]")
+        raise ValueError(
+            "the output must have an axis of features, but is a scalar: pass x[..., None]"
+        )
     # `vmap` may put its axis anywhere, but `expand_dims` moves it to the front, so the features stay last.
-    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), f"{equations.MARK}{name}/{float(weight)!r}"), (0,))
+    return lax.squeeze(
+        checkpoint_name(
+            lax.expand_dims(x, (0,)), f"{equations.MARK}{name}/{float(weight)!r}"
+        ),
+        (0,),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +146,12 @@ class Marks:
         return any(mark.weight != 1 for mark in self.marks)
 
     def num_examples(
-        self, asked: int | None, batch: Batch, kernels: dict[str, list[Use]], unmarked: bool = False, joined: str = ""
+        self,
+        asked: int | None,
+        batch: Batch,
+        kernels: dict[str, list[Use]],
+        unmarked: bool = False,
+        joined: str = "",
     ) -> tuple[int | None, str]:
         """Return the number of examples over which the loss is a mean.
 
@@ -165,9 +183,18 @@ class Marks:
         if asked is not None:
             check(num_examples=asked)
             if batch.several and not rows:
-                raise ValueError(f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}")
-            read = {name: sum(use.rows for use in uses) for name, uses in kernels.items() if uses}
-            most, few = max(read, key=lambda name: read[name], default=""), min(beside, default=asked)
+                raise ValueError(
+                    f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}"
+                )
+            read = {
+                name: sum(use.rows for use in uses)
+                for name, uses in kernels.items()
+                if uses
+            }
+            most, few = (
+                max(read, key=lambda name: read[name], default=""),
+                min(beside, default=asked),
+            )
             if read and asked > read[most]:
                 places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
                 raise ValueError(f"num_examples={asked} is more than {places}")
@@ -182,20 +209,33 @@ class Marks:
                     "the features an axis of their own, kfac.output(x[:, None], ...)"
                 )
         # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
-        of_batch = hidden or not unmarked or any(mark.value.of_batch for mark in self.marks)
+        of_batch = (
+            hidden or not unmarked or any(mark.value.of_batch for mark in self.marks)
+        )
         if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
             return next(iter(rows)), ""
         if not (hidden or batch.several or (joined and not rows)):
             return batch.num_examples, ""
-        why, how = batch.hidden or "a weight counts in units of one of them", " Pass num_examples= to value_and_grad"
+        why, how = (
+            batch.hidden or "a weight counts in units of one of them",
+            " Pass num_examples= to value_and_grad",
+        )
         if rows:
-            seen = " and ".join(f"{count} ({list(mark.value.shape)})" for count, mark in rows.items())
+            seen = " and ".join(
+                f"{count} ({list(mark.value.shape)})" for count, mark in rows.items()
+            )
             why = f"the marked outputs have {seen} rows,{' other terms of the loss no mark,' * bool(beside)} and {why}"
-            how += ", and mark the other terms too, kfac.output(..., weight=)" * bool(beside)
+            how += ", and mark the other terms too, kfac.output(..., weight=)" * bool(
+                beside
+            )
         elif batch.several and not joined:
             how = f"{apart}, and pass num_examples= to value_and_grad"
         else:
-            why = f"{joined} reads rows of the batch joined with others" if joined else why
+            why = (
+                f"{joined} reads rows of the batch joined with others"
+                if joined
+                else why
+            )
             how += ", or mark the output with kfac.output; or pass the batch as an argument, named by batch_argnums="
         return None, f"the number of examples is not clear: {why}.{how}"
 
@@ -207,10 +247,16 @@ class Marks:
         """
         if not self.marks:
             how = "logits = kfac.output(logits, 'categorical')"
-            raise ValueError(f"{what} needs the output of the network: mark it inside loss_fn, {how}")
+            raise ValueError(
+                f"{what} needs the output of the network: mark it inside loss_fn, {how}"
+            )
         reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
         unreached = sorted(traced.program.outputs[0].leaves - reached)
-        if missing := [name for name in (traced.names[leaf] for leaf in unreached) if name not in skipped]:
+        if missing := [
+            name
+            for name in (traced.names[leaf] for leaf in unreached)
+            if name not in skipped
+        ]:
             raise ValueError(
                 f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does: mark "
                 "with kfac.output all that the loss compares with targets, or leave these parameters out with skip="
@@ -236,7 +282,9 @@ def find_marks(traced: Trace) -> Marks:
             likelihood, weight = mark.split("/")
             marks.append(Mark(("", len(marks)), op, named(likelihood), float(weight)))
         if not op.inner and equations.holds_mark(op.eqn):
-            raise ValueError(f"kfac.output cannot be followed inside {op.name}: mark what comes out of it")
+            raise ValueError(
+                f"kfac.output cannot be followed inside {op.name}: mark what comes out of it"
+            )
     return Marks(tuple(marks))
 
 
@@ -244,7 +292,12 @@ def find_marks(traced: Trace) -> Marks:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, zeros: jax.Array) -> jax.Array:
+def _pull(
+    transposed: Callable[..., jax.Array],
+    x: jax.Array,
+    entry: jax.Array,
+    zeros: jax.Array,
+) -> jax.Array:
     """Return `zeros`. In the backward pass, their cotangent `g` gives `x` the cotangent `transposed(x, entry, g)`."""
     return zeros
 
@@ -252,7 +305,9 @@ def _pull(transposed: Callable[..., jax.Array], x: jax.Array, entry: jax.Array, 
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
     # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-    pulled = as_varying(whole(transposed, x)(x, entry, g).astype(x.dtype), varying_axes(x))
+    pulled = as_varying(
+        whole(transposed, x)(x, entry, g).astype(x.dtype), varying_axes(x)
+    )
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
 
@@ -280,8 +335,12 @@ class Draw:
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         shape = x.shape[-1:] if self.expected else ()
         # They are computed from `x` to have its sharding and its varying axes.
-        zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0)
-        return x, _pull(self._expected if self.expected else self._sampled, x, entry, zeros)
+        zeros = lax.stop_gradient(
+            jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0
+        )
+        return x, _pull(
+            self._expected if self.expected else self._sampled, x, entry, zeros
+        )
 
     @property
     def _scale(self) -> float:
@@ -297,14 +356,19 @@ class Draw:
             return self.mark.likelihood.times_root(x, v, "fisher='expected'")
 
         # Give the argument the varying axes of the outputs, or `shard_map` would sum its cotangent over devices.
-        _, transposed = jax.vjp(root, as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x)))
+        _, transposed = jax.vjp(
+            root, as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x))
+        )
         return transposed(signs * g.astype(signs.dtype))[0] * self._scale
 
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
     """Return a PRNG key for each mark, and for each iteration of the scans around the mark."""
     alone = {mark: jax.random.fold_in(key, mark.key[1]) for mark in marks.marks}
-    return {mark.key: jax.random.split(k, mark.scans) if mark.scans else k for mark, k in alone.items()}
+    return {
+        mark.key: jax.random.split(k, mark.scans) if mark.scans else k
+        for mark, k in alone.items()
+    }
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -317,7 +381,8 @@ def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 at_weight.defvjp(
-    lambda x, scale: ((x, scale), scale), lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale))
+    lambda x, scale: ((x, scale), scale),
+    lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale)),
 )
 
 
@@ -347,7 +412,9 @@ class Marked:
     n: int
     what: str
 
-    def times_root(self, outputs: list[jax.Array], vectors: list[jax.Array]) -> list[jax.Array]:
+    def times_root(
+        self, outputs: list[jax.Array], vectors: list[jax.Array]
+    ) -> list[jax.Array]:
         """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
         triples = zip(self.marks, outputs, vectors, strict=True)
         return [mark.times_root(x, v, self.n, self.what) for mark, x, v in triples]
@@ -361,7 +428,9 @@ class Marked:
         return loss, lambda tree: self.times_root(outputs, push(tree)[1])
 
 
-def marked(value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str) -> Marked:
+def marked(
+    value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str
+) -> Marked:
     """Return a loss of the parameters alone as a function of its marked outputs.
 
     Raises:
@@ -395,7 +464,16 @@ def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """
 
     def folded(name, leaf):
-        typed = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.fold_in(leaf, part) if is_key(leaf) and (typed or name in ("key", "fisher_key")) else leaf
+        typed = isinstance(leaf, jax.Array) and jnp.issubdtype(
+            leaf.dtype, jax.dtypes.prng_key
+        )
+        return (
+            jax.random.fold_in(leaf, part)
+            if is_key(leaf) and (typed or name in ("key", "fisher_key"))
+            else leaf
+        )
 
-    return {name: jax.tree.map(functools.partial(folded, name), x) for name, x in kwargs.items()}
+    return {
+        name: jax.tree.map(functools.partial(folded, name), x)
+        for name, x in kwargs.items()
+    }

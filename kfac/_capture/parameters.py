@@ -15,7 +15,15 @@ from jax.extend import core as jex
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"}
+    {
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "reduce_xor",
+    }
     | {"argmax", "argmin"}
 )
 DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
@@ -87,7 +95,10 @@ def parameter(eqn: Any, name: str) -> Any:
     if name not in PARAMETERS.get(row, ()):
         raise ValueError(f"PARAMETERS has no {name!r} in the row of {row!r}")
     if name not in eqn.params:
-        raise _unknown(eqn, f"no parameter {name!r}, but {', '.join(sorted(eqn.params)) or 'none at all'}")
+        raise _unknown(
+            eqn,
+            f"no parameter {name!r}, but {', '.join(sorted(eqn.params)) or 'none at all'}",
+        )
     return eqn.params[name]
 
 
@@ -131,13 +142,18 @@ def scan(eqn: Any) -> Scan | None:
     entering = [var.aval.shape for var in eqn.invars[consts : consts + carried]]
     leaving = [var.aval.shape for var in eqn.outvars[:carried]]
     if consts < 0 or entering != leaving:
-        raise _unknown(eqn, "operands that are not constants, carry and slices in this order")
+        raise _unknown(
+            eqn, "operands that are not constants, carry and slices in this order"
+        )
     return Scan(consts, carried, length)
 
 
 def _sliced(outer: list[Any], inner: list[Any], length: int) -> int:
     """Count the `outer` arrays that the scan slices or stacks, compared with the body's `inner` arrays."""
-    return sum(a.aval.shape == (length, *b.aval.shape) for a, b in zip(outer, inner, strict=True))
+    return sum(
+        a.aval.shape == (length, *b.aval.shape)
+        for a, b in zip(outer, inner, strict=True)
+    )
 
 
 def inner_program(eqn: Any, name: str) -> Any:
@@ -151,7 +167,9 @@ def inner_program(eqn: Any, name: str) -> Any:
         return program
     if isinstance(program, jex.Jaxpr):
         return jex.ClosedJaxpr(program, ())
-    raise _unknown(eqn, f"a {type(program).__name__} in {name!r} where a jaxpr was expected")
+    raise _unknown(
+        eqn, f"a {type(program).__name__} in {name!r} where a jaxpr was expected"
+    )
 
 
 def _unknown(eqn: Any, found: str) -> UnknownEquationError:

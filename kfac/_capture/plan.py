@@ -50,24 +50,43 @@ class Planned:
     @property
     def probes(self) -> dict[Key, Any]:
         """Shapes and dtypes of all probes, by key."""
-        return {key: probe for sums in self.sums.values() for key, probe in sums.probes.items()}
+        return {
+            key: probe
+            for sums in self.sums.values()
+            for key, probe in sums.probes.items()
+        }
 
     def factors(self, cotangents: dict[Key, Any]) -> Factors:
         """Compute the factors from the probes' cotangents."""
         return Factors(
-            {name: sums.finish([cotangents[key] for key in sums.probes]) for name, sums in self.sums.items()}
+            {
+                name: sums.finish([cotangents[key] for key in sums.probes])
+                for name, sums in self.sums.items()
+            }
         )
 
     def place(self, tap: Tap) -> None:
         """Put a tap behind its operation, and tell each enclosing scan whether it slices the tap's probe."""
-        op, levels = tap.use.op, tap.use.levels(examples=isinstance(tap, ElementwiseTap))
-        keys = [tap.key, tap.basis] if isinstance(tap, KroneckerTap) and tap.basis else [tap.key]
+        op, levels = (
+            tap.use.op,
+            tap.use.levels(examples=isinstance(tap, ElementwiseTap)),
+        )
+        keys = (
+            [tap.key, tap.basis]
+            if isinstance(tap, KroneckerTap) and tap.basis
+            else [tap.key]
+        )
         self.plan.taps.setdefault(op, []).append(tap)
         self.plan.look_inside(op, keys, [loop for loop, iterates in levels if iterates])
 
 
 def plan_taps(
-    traced: Trace, layers: Layers, marks: Marks, num_examples: int | None, moments: bool, wire: str
+    traced: Trace,
+    layers: Layers,
+    marks: Marks,
+    num_examples: int | None,
+    moments: bool,
+    wire: str,
 ) -> Planned:
     """Find the layers of a traced loss and plan their taps.
 
@@ -101,7 +120,10 @@ def plan_taps(
 
 def _of_any_images(layers: Layers) -> Layers:
     """Set every layer's `overlap` to 1, because it depends on the image size."""
-    return dataclasses.replace(layers, blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers))
+    return dataclasses.replace(
+        layers,
+        blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers),
+    )
 
 
 def check_same(expected: Layers, found: Layers) -> None:
@@ -111,9 +133,15 @@ def check_same(expected: Layers, found: Layers) -> None:
         return
     if expected.paths != found.paths:
         differing = ", ".join(sorted(set(expected.paths) ^ set(found.paths))[:5])
-        raise ValueError(f"the parameters are not those that `layers` was found with; they differ in {differing}")
+        raise ValueError(
+            f"the parameters are not those that `layers` was found with; they differ in {differing}"
+        )
     a, b = next((a, b) for a, b in zip(expected, found, strict=False) if a != b)
-    other = [f.name for f in dataclasses.fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
+    other = [
+        f.name
+        for f in dataclasses.fields(a)
+        if f.compare and getattr(a, f.name) != getattr(b, f.name)
+    ]
     raise ValueError(
         f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
         f"{', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
@@ -123,7 +151,9 @@ def check_same(expected: Layers, found: Layers) -> None:
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
 
 
-def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], moments: bool) -> None:
+def _plan_kronecker(
+    planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], moments: bool
+) -> None:
     """Put taps behind all uses of a kernel, and plan how their sums become factors.
 
     Args:
@@ -143,7 +173,11 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: lis
         use = use.for_all(batch)
         read = use.read
         examples = _examples(planned, layer, use, moments)
-        rest = [p for p, atom in enumerate(axes_lib.flatten(read.y_axes)) if not atom.of_leaf and p not in examples]
+        rest = [
+            p
+            for p, atom in enumerate(axes_lib.flatten(read.y_axes))
+            if not atom.of_leaf and p not in examples
+        ]
         in_x = dict(read.rows)
         x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
         turned = use.layout != layer.layouts[0]
@@ -155,7 +189,9 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: lis
             images=read.op == "conv" and x_rows[0] == [0],
             homogeneous=1.0 if use.op in with_bias else 0.0 if layer.has_bias else None,
             dtype=dtype,
-            diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal) if turned else layer.diagonal,
+            diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal)
+            if turned
+            else layer.diagonal,
             cut=layer.cut[::-1] if turned else layer.cut,
             reduce=layer.weight_sharing == "reduce",
             basis=basis_key(layer, use.part) if moments else None,
@@ -165,10 +201,14 @@ def _plan_kronecker(planned: Planned, layer: Layer, uses: list[Use], biases: lis
     for tap in spread or taps:
         planned.place(tap)
     over = spread[0].spread if spread else None
-    planned.sums[layer.name] = finish_kronecker(layer, uses, planned.num_examples, batch, dtype, moments, over)
+    planned.sums[layer.name] = finish_kronecker(
+        layer, uses, planned.num_examples, batch, dtype, moments, over
+    )
 
 
-def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> list[KroneckerTap] | None:
+def _spread_taps(
+    planned: Planned, layer: Layer, taps: list[KroneckerTap]
+) -> list[KroneckerTap] | None:
     """Return a layer's taps for several devices, which pack their sums, or None if the sums are not packed.
 
     Sums are not packed in these cases:
@@ -179,19 +219,29 @@ def _spread_taps(planned: Planned, layer: Layer, taps: list[KroneckerTap]) -> li
       over different mesh axes. XLA then sums whole matrices.
     """
     keys, shapes = {tap.key for tap in taps}, tuple(layer.side_shapes.values())
-    combined = any(len(key) > 2 for key in keys) or any(tap.use.read.groups is not None for tap in taps)
+    combined = any(len(key) > 2 for key in keys) or any(
+        tap.use.read.groups is not None for tap in taps
+    )
     if combined or layer.weight_sharing == "reduce":
         return None
     if device_axes():
-        return [dataclasses.replace(tap, spread=Spread(shapes, planned.wire)) for tap in taps]
+        return [
+            dataclasses.replace(tap, spread=Spread(shapes, planned.wire))
+            for tap in taps
+        ]
     alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
-    taps_or_none = [_spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone)) for tap in taps]
+    taps_or_none = [
+        _spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone))
+        for tap in taps
+    ]
     spread_taps = [tap for tap in taps_or_none if tap is not None]
     axes = {tap.spread.axes for tap in spread_taps if tap.spread is not None}
     return spread_taps if len(spread_taps) == len(taps) and len(axes) == 1 else None
 
 
-def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> KroneckerTap | None:
+def _spread_tap(
+    tap: KroneckerTap, batch: int | None, spread: Spread
+) -> KroneckerTap | None:
     """Return a tap for one device's share of the examples.
 
     The result is None if no mesh axis divides the examples, or if they do not begin an axis of both the data and the
@@ -202,28 +252,50 @@ def _spread_tap(tap: KroneckerTap, batch: int | None, spread: Spread) -> Kroneck
     if not examples:
         return None
     position, rows = examples[0], dict(read.rows)
-    size, g = axes_lib.flatten(read.y_axes)[position].size, axes_lib.begins(read.y_axes, position)
+    size, g = (
+        axes_lib.flatten(read.y_axes)[position].size,
+        axes_lib.begins(read.y_axes, position),
+    )
     if isinstance(geometry, Lookup):
         x = 0 if g == 0 else None  # the indices' first axis
     elif isinstance(geometry, Convolution):
-        x = geometry.spec[0] if rows.get(position) == 0 else None  # the patches' first atom holds the images
+        x = (
+            geometry.spec[0] if rows.get(position) == 0 else None
+        )  # the patches' first atom holds the images
     else:
-        x = axes_lib.begins(read.x_axes, rows[position]) if isinstance(geometry, Dense) and position in rows else None
+        x = (
+            axes_lib.begins(read.x_axes, rows[position])
+            if isinstance(geometry, Dense) and position in rows
+            else None
+        )
     axes = dividing_axes(size)
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
     if x is None or g is None or not axes:
         return None
 
     def shared_out(arrange: Arrangement, position: int | None) -> Arrangement:
-        split = (n // devices if k == position else n for k, n in enumerate(arrange.split))
+        split = (
+            n // devices if k == position else n for k, n in enumerate(arrange.split)
+        )
         return arrange._replace(split=tuple(split))
 
-    arrange_x = tap.arrange_x if isinstance(geometry, Lookup) else shared_out(tap.arrange_x, rows[position])
+    arrange_x = (
+        tap.arrange_x
+        if isinstance(geometry, Lookup)
+        else shared_out(tap.arrange_x, rows[position])
+    )
     spread = dataclasses.replace(spread, axes=axes, x=x, g=g)
-    return dataclasses.replace(tap, arrange_x=arrange_x, arrange_g=shared_out(tap.arrange_g, position), spread=spread)
+    return dataclasses.replace(
+        tap,
+        arrange_x=arrange_x,
+        arrange_g=shared_out(tap.arrange_g, position),
+        spread=spread,
+    )
 
 
-def _examples(planned: Planned, layer: Layer, use: Use, moments: bool) -> tuple[int, ...]:
+def _examples(
+    planned: Planned, layer: Layer, use: Use, moments: bool
+) -> tuple[int, ...]:
     """Return the positions of the result's atoms that hold the examples.
 
     The tuple is empty if the tap need not separate the examples, or if there is a single example. If the order of the
@@ -260,7 +332,9 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
     Uses that read the same entries share a probe, which adds up their gradients for each example.
     """
     n = planned.batch
-    assert n is not None, "where it is not known, vectors have the gradient's own diagonal"
+    assert n is not None, (
+        "where it is not known, vectors have the gradient's own diagonal"
+    )
     entries: dict[Key, Entries] = {}
     keys: dict[tuple, Key] = {}
     taps: list[ElementwiseTap] = []
@@ -268,32 +342,67 @@ def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> 
         dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
         for use in uses_of_leaf:
             examples = use.examples(n)
-            assert examples is not None, "without them the leaf has the gradient's own diagonal"
+            assert examples is not None, (
+                "without them the leaf has the gradient's own diagonal"
+            )
             flat = axes_lib.flatten(use.read.y_axes)
-            rows = [p for p, atom in enumerate(flat) if not atom.of_leaf and p not in examples]
+            rows = [
+                p
+                for p, atom in enumerate(flat)
+                if not atom.of_leaf and p not in examples
+            ]
             # The gradients are not flipped, because `where` gives the entries in the order in which they are read.
-            arrange = axes_lib.arrangement(use.read.y_axes, (), examples, rows)._replace(flips=())
+            arrange = axes_lib.arrangement(
+                use.read.y_axes, (), examples, rows
+            )._replace(flips=())
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
             # Uses of the same entries get the same key: their gradients are summed per example before squaring.
-            iterated = [loop for loop, iterates in use.levels(examples=True) if iterates]
+            iterated = [
+                loop for loop, iterates in use.levels(examples=True) if iterates
+            ]
             lengths = tuple(loop.length for loop in iterated)
-            key = keys.setdefault((column, lengths, examples == (), where.tobytes()), (layer.name, len(keys)))
-            entries[key] = Entries(column, where, lengths, tuple(k for k, loop in enumerate(iterated) if loop.longer))
+            key = keys.setdefault(
+                (column, lengths, examples == (), where.tobytes()),
+                (layer.name, len(keys)),
+            )
+            entries[key] = Entries(
+                column,
+                where,
+                lengths,
+                tuple(k for k, loop in enumerate(iterated) if loop.longer),
+            )
             taps.append(ElementwiseTap(key, use, arrange, dtype))
     probes: dict[Key, jax.ShapeDtypeStruct] = {}
     for tap in taps:
-        sizes = [[tap.arrange.split[p] for p in part] for part in (tap.arrange.examples, tap.arrange.features)]
+        sizes = [
+            [tap.arrange.split[p] for p in part]
+            for part in (tap.arrange.examples, tap.arrange.features)
+        ]
         shape = math.prod(sizes[0]), math.prod(sizes[1])
         lengths = entries[tap.key].lengths
-        lies = split_along(planned.lies if len(sizes[0]) == 1 else None, (*lengths, *shape), len(lengths))
-        probes[tap.key] = jax.ShapeDtypeStruct((*lengths, *shape), tap.dtype, sharding=lies)
-        planned.place(dataclasses.replace(tap, lies=None if lies is None else PartitionSpec(*lies.spec[-2:])))
-    finish = functools.partial(_of_gradients, layer, planned.num_examples, list(entries.values()))
+        lies = split_along(
+            planned.lies if len(sizes[0]) == 1 else None,
+            (*lengths, *shape),
+            len(lengths),
+        )
+        probes[tap.key] = jax.ShapeDtypeStruct(
+            (*lengths, *shape), tap.dtype, sharding=lies
+        )
+        planned.place(
+            dataclasses.replace(
+                tap, lies=None if lies is None else PartitionSpec(*lies.spec[-2:])
+            )
+        )
+    finish = functools.partial(
+        _of_gradients, layer, planned.num_examples, list(entries.values())
+    )
     planned.sums[layer.name] = Sums(probes, whole(finish))
 
 
-def _of_gradients(layer: Layer, n: float, entries: list[Entries], sums: list[jax.Array]) -> Unitwise:
+def _of_gradients(
+    layer: Layer, n: float, entries: list[Entries], sums: list[jax.Array]
+) -> Unitwise:
     """Return an elementwise layer's block from the per-example gradients in its probes.
 
     A channel's block is `n sum_i g_i g_i^T`, where `g_i` is example `i`'s gradient for the channel's parameters.
@@ -307,4 +416,6 @@ def _of_gradients(layer: Layer, n: float, entries: list[Entries], sums: list[jax
         columns[column].append(g)
     of_leaves = [sum(parts[1:], parts[0]) for parts in columns]
     moments = [[jnp.sum(a * b, axis=0) for b in of_leaves] for a in of_leaves]
-    return Unitwise(n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2))
+    return Unitwise(
+        n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2)
+    )

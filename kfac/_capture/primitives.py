@@ -38,7 +38,10 @@ from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # Elementwise operations, whose operands broadcast to the result's shape.
 ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
-    **{name: getattr(lax, name) for name in ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")},
+    **{
+        name: getattr(lax, name)
+        for name in ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
+    },
     "add_any": lax.add,
 }
 _MOVES = frozenset({*FORMS, "rev", "tile", "slice", "split", "unstack"})
@@ -140,7 +143,14 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
         return [_side_by_side(eqn, data, outs[0])]
     if name == "dot_general":
         contract, batch = parameter(eqn, "dimension_numbers")
-        free = [[a for k, a in enumerate(data[i]) if k not in contract[i] and k not in batch[i]] for i in (0, 1)]
+        free = [
+            [
+                a
+                for k, a in enumerate(data[i])
+                if k not in contract[i] and k not in batch[i]
+            ]
+            for i in (0, 1)
+        ]
         return [(*(data[0][k] for k in batch[0]), *free[0], *free[1])]
     if name == "conv_general_dilated" and parameter(eqn, "batch_group_count") == 1:
         numbers = parameter(eqn, "dimension_numbers")
@@ -150,15 +160,33 @@ def placed(eqn: Any, data: Sequence[Axes]) -> list[Axes] | None:
     if name == "sort":
         lost = parameter(eqn, "dimension")
         return [
-            tuple(mixed(outs[0][k]) if k == lost and holds_examples(a) else a for k, a in enumerate(axes))
+            tuple(
+                mixed(outs[0][k]) if k == lost and holds_examples(a) else a
+                for k, a in enumerate(axes)
+            )
             for axes in data
         ]
     if name in REDUCTIONS and len(eqn.invars) == 1:
-        return [tuple(axis for k, axis in enumerate(data[0]) if k not in parameter(eqn, "axes"))]
+        return [
+            tuple(
+                axis
+                for k, axis in enumerate(data[0])
+                if k not in parameter(eqn, "axes")
+            )
+        ]
     if len(outs) == 1 and name != "dynamic_update_slice":
-        alike = [axes for axes, shape in zip(data, shapes, strict=True) if _broadcasts(shape, outs[0])]
+        alike = [
+            axes
+            for axes, shape in zip(data, shapes, strict=True)
+            if _broadcasts(shape, outs[0])
+        ]
         if alike and math.prod(outs[0]) > 1:
-            return [tuple(_agreed(axis, outs[0][k]) for k, axis in enumerate(zip(*alike, strict=True)))]
+            return [
+                tuple(
+                    _agreed(axis, outs[0][k])
+                    for k, axis in enumerate(zip(*alike, strict=True))
+                )
+            ]
     return None
 
 
@@ -174,24 +202,53 @@ def indexed(eqn: Any, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
     """
     numbers, out = parameter(eqn, "dimension_numbers"), tuple(eqn.outvars[0].aval.shape)
     if eqn.primitive.name != "gather":
-        chosen = {k for k, fixed in zip(numbers.scatter_dims_to_operand_dims, fresh, strict=True) if not fixed}
+        chosen = {
+            k
+            for k, fixed in zip(
+                numbers.scatter_dims_to_operand_dims, fresh, strict=True
+            )
+            if not fixed
+        }
         grown = zip(data[0], out, strict=True)
-        return tuple(mixed(size) if k in chosen and holds_examples(a) else a for k, (a, size) in enumerate(grown))
+        return tuple(
+            mixed(size) if k in chosen and holds_examples(a) else a
+            for k, (a, size) in enumerate(grown)
+        )
     table, sizes = tuple(eqn.invars[0].aval.shape), parameter(eqn, "slice_sizes")
-    chosen = {k for k, fixed in zip(numbers.start_index_map, fresh, strict=True) if not fixed and sizes[k] < table[k]}
+    chosen = {
+        k
+        for k, fixed in zip(numbers.start_index_map, fresh, strict=True)
+        if not fixed and sizes[k] < table[k]
+    }
     lost = any(holds_examples(data[0][k]) for k in chosen)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    whole = iter([a if sizes[k] == table[k] else foreign(sizes[k]) for k, a in enumerate(data[0]) if k not in gone])
-    rows = iter(
-        mixed(size) if lost and holds_examples(axis) and k not in numbers.start_indices_batching_dims else axis
-        for k, (axis, size) in enumerate(zip(data[1][:-1], eqn.invars[1].aval.shape, strict=False))
+    whole = iter(
+        [
+            a if sizes[k] == table[k] else foreign(sizes[k])
+            for k, a in enumerate(data[0])
+            if k not in gone
+        ]
     )
-    return tuple(next(whole if k in numbers.offset_dims else rows) for k in range(len(out)))
+    rows = iter(
+        mixed(size)
+        if lost
+        and holds_examples(axis)
+        and k not in numbers.start_indices_batching_dims
+        else axis
+        for k, (axis, size) in enumerate(
+            zip(data[1][:-1], eqn.invars[1].aval.shape, strict=False)
+        )
+    )
+    return tuple(
+        next(whole if k in numbers.offset_dims else rows) for k in range(len(out))
+    )
 
 
 def _broadcasts(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
     """Return whether an elementwise operation can broadcast an operand from `shape` to `out`."""
-    return len(shape) == len(out) > 0 and all(length in (1, size) for length, size in zip(shape, out, strict=True))
+    return len(shape) == len(out) > 0 and all(
+        length in (1, size) for length, size in zip(shape, out, strict=True)
+    )
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:
@@ -201,7 +258,11 @@ def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     is `MIXED` if any such axis holds examples, and foreign if not.
     """
     whole = {axis for axis in axes if math.prod(atom.size for atom in axis) == size}
-    in_order = {axis for axis in whole if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)}
+    in_order = {
+        axis
+        for axis in whole
+        if holds_examples(axis) and all(atom.axis != axes_lib.MIXED for atom in axis)
+    }
     if len(in_order) == 1:
         return in_order.pop()
     return mixed(size) if any(map(holds_examples, whole)) else foreign(size)
@@ -211,9 +272,14 @@ def _side_by_side(eqn: Any, data: Sequence[Axes], out: tuple[int, ...]) -> Axes:
     stacked = eqn.primitive.name == "stack"
     along = parameter(eqn, "axis" if stacked else "dimension")
     parts = [(*axes[:along], (), *axes[along:]) if stacked else axes for axes in data]
-    result = [_agreed(axis, size) for axis, size in zip(zip(*parts, strict=True), out, strict=True)]
+    result = [
+        _agreed(axis, size)
+        for axis, size in zip(zip(*parts, strict=True), out, strict=True)
+    ]
     joined = {axes[along] for axes in parts}
-    unlike = mixed(out[along]) if any(map(holds_examples, joined)) else foreign(out[along])
+    unlike = (
+        mixed(out[along]) if any(map(holds_examples, joined)) else foreign(out[along])
+    )
     one = joined.pop() if len(joined) == 1 else unlike
     equal = math.prod(atom.size for atom in one) * len(parts) == out[along]
     result[along] = (*foreign(len(parts)), *one) if equal else one
@@ -225,21 +291,30 @@ def _cast(eqn: Any, axes: Axes) -> Axes | None:
 
 
 def _reversed(eqn: Any, axes: Axes) -> Axes:
-    return tuple(axes_lib.flip(a) if k in parameter(eqn, "dimensions") else a for k, a in enumerate(axes))
+    return tuple(
+        axes_lib.flip(a) if k in parameter(eqn, "dimensions") else a
+        for k, a in enumerate(axes)
+    )
 
 
 def _reshaped(eqn: Any, axes: Axes) -> Axes | None:
     order = parameter(eqn, "dimensions") if eqn.primitive.name == "reshape" else None
-    axes = axes if order is None else tuple(axes[k] for k in order)  # `dimensions` transposes before the reshape
+    axes = (
+        axes if order is None else tuple(axes[k] for k in order)
+    )  # `dimensions` transposes before the reshape
     return axes_lib.reshape(axes, eqn.outvars[0].aval.shape)
 
 
 def _broadcast(eqn: Any, axes: Axes) -> Axes:
     total = eqn.outvars[0].aval.shape
     operand = zip(axes, eqn.invars[0].aval.shape, strict=True)
-    source: dict[int, tuple[Axis, int]] = dict(zip(parameter(eqn, "broadcast_dimensions"), operand, strict=True))
+    source: dict[int, tuple[Axis, int]] = dict(
+        zip(parameter(eqn, "broadcast_dimensions"), operand, strict=True)
+    )
     pairs = [source.get(k, ((), 1)) for k in range(len(total))]
-    return broadcast_axes([axis for axis, _ in pairs], [size for _, size in pairs], total)
+    return broadcast_axes(
+        [axis for axis, _ in pairs], [size for _, size in pairs], total
+    )
 
 
 # Operations that keep all entries of their only array. Each function returns the result's axes, or None if the result
@@ -248,9 +323,13 @@ _WHOLE: dict[str, Callable[[Any, Axes], Axes | None]] = {
     **dict.fromkeys(IDENTITIES, _cast),
     **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda eqn, axes: tuple(axes[k] for k in parameter(eqn, "permutation")),
+    "transpose": lambda eqn, axes: tuple(
+        axes[k] for k in parameter(eqn, "permutation")
+    ),
     "rev": _reversed,
-    "tile": lambda eqn, axes: tuple((*foreign(n), *a) for n, a in zip(parameter(eqn, "reps"), axes, strict=True)),
+    "tile": lambda eqn, axes: tuple(
+        (*foreign(n), *a) for n, a in zip(parameter(eqn, "reps"), axes, strict=True)
+    ),
 }
 
 
@@ -273,7 +352,9 @@ def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
             first, sizes = list(parameter(eqn, "start_indices")), list(out.aval.shape)
         else:
             axis = parameter(eqn, "axis")
-            lengths = [1] * len(eqn.outvars) if name == "unstack" else parameter(eqn, "sizes")
+            lengths = (
+                [1] * len(eqn.outvars) if name == "unstack" else parameter(eqn, "sizes")
+            )
             first[axis], sizes[axis] = sum(map(int, lengths[:k])), int(lengths[k])
         cuts = [axes_lib.cut(*cut) for cut in zip(axes, first, sizes, strict=True)]
         if any(part is None for part in cuts):
@@ -286,19 +367,34 @@ def _follow_parts(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
     return Follow(tuple(results), tuple(moves))
 
 
-def broadcast_axes(axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]) -> Axes:
+def broadcast_axes(
+    axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]
+) -> Axes:
     """Return an operand's axes after an elementwise operation has broadcast it from `shape` to `total`."""
     if len(shape) != len(total):  # a scalar has no axes
         return tuple(foreign(size) for size in total)
-    return tuple(axis if n == size else foreign(size) for axis, n, size in zip(axes, shape, total, strict=True))
+    return tuple(
+        axis if n == size else foreign(size)
+        for axis, n, size in zip(axes, shape, total, strict=True)
+    )
 
 
-def _read_elementwise(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_elementwise(
+    eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
     """Read an elementwise sum, difference, product or quotient of two arrays."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval.shape
     y_axes = broadcast_axes(axes, eqn.invars[operand].aval.shape, out)
     sign = -1 if name == "sub" and operand == 1 else 1
-    return _read(eqn, operand, "add" if name in SUMS else "mul", y_axes, y_axes, sign=sign, divides=name == "div")
+    return _read(
+        eqn,
+        operand,
+        "add" if name in SUMS else "mul",
+        y_axes,
+        y_axes,
+        sign=sign,
+        divides=name == "div",
+    )
 
 
 def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -306,7 +402,9 @@ def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
     contract, batch = parameter(eqn, "dimension_numbers")
     x = eqn.invars[1 - operand].aval
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return "it is multiplied with complex data, whose statistics are not implemented"
+        return (
+            "it is multiplied with complex data, whose statistics are not implemented"
+        )
     w_contract, x_contract = contract[operand], contract[1 - operand]
     w_batch, x_batch = batch[operand], batch[1 - operand]
     w_free = [k for k in range(len(axes)) if k not in w_contract and k not in w_batch]
@@ -317,40 +415,76 @@ def _read_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> M
     for k, w_axis in zip(x_contract, w_contract, strict=True):
         x_axes[k] = axes[w_axis]
     for k, w_axis in zip(x_batch, w_batch, strict=True):
-        if not axes_lib.is_broadcast([axes[w_axis]]):  # along a broadcast axis, all entries share one kernel
+        if not axes_lib.is_broadcast(
+            [axes[w_axis]]
+        ):  # along a broadcast axis, all entries share one kernel
             x_axes[k] = axes[w_axis]
     free_w, free_x = [axes[k] for k in w_free], [x_axes[k] for k in x_free]
-    y_axes = (*(x_axes[k] for k in x_batch), *(free_w + free_x if operand == 0 else free_x + free_w))
+    y_axes = (
+        *(x_axes[k] for k in x_batch),
+        *(free_w + free_x if operand == 0 else free_x + free_w),
+    )
     batched = tuple(axes_lib.atoms_of(x_axes[k] for k in x_batch))
     rows = _rows(y_axes, tuple(x_axes), [*x_batch, *x_free])
     return _read(eqn, operand, "dense", x_axes, y_axes, batched=batched, rows=rows)
 
 
-def _read_ragged_product(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_ragged_product(
+    eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
     """Read `lax.ragged_dot`, which multiplies each group of rows by a separate kernel."""
     numbers = parameter(eqn, "ragged_dot_dimension_numbers")
     contract, batch = numbers.dot_dimension_numbers
     x, groups = eqn.invars[0].aval, axes[0] if axes else ()
-    plain = tuple(map(tuple, contract)) == ((1,), (1,)) and not any(batch) and x.ndim == 2
-    if not plain or tuple(numbers.lhs_ragged_dimensions) != (0,) or tuple(numbers.rhs_group_dimensions) != (0,):
+    plain = (
+        tuple(map(tuple, contract)) == ((1,), (1,)) and not any(batch) and x.ndim == 2
+    )
+    if (
+        not plain
+        or tuple(numbers.lhs_ragged_dimensions) != (0,)
+        or tuple(numbers.rhs_group_dimensions) != (0,)
+    ):
         return "of ragged products only those of lax.ragged_dot have statistics, whose groups are of rows of the data"
     in_order = list(groups) == sorted(groups, key=lambda atom: atom.memory_order)
-    if operand != 1 or axes_lib.is_broadcast(axes) or not in_order or any(atom.flipped for atom in groups):
+    if (
+        operand != 1
+        or axes_lib.is_broadcast(axes)
+        or not in_order
+        or any(atom.flipped for atom in groups)
+    ):
         return "the kernels of its groups are not in the order of the parameter"
     rows = data[0][0]
     same = tuple((k, k) for k in range(len(rows)))
-    return _read(eqn, 1, "dense", (rows, axes[1]), (rows, axes[2]), batched=groups, rows=same, groups=2)
+    return _read(
+        eqn,
+        1,
+        "dense",
+        (rows, axes[1]),
+        (rows, axes[2]),
+        batched=groups,
+        rows=same,
+        groups=2,
+    )
 
 
-def _rows(y_axes: Axes, x_axes: Axes, order: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _rows(
+    y_axes: Axes, x_axes: Axes, order: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
     """Return `Read.rows`. `order` lists the axes of `x_axes` that hold rows, in the result's order."""
     starts = [sum(map(len, x_axes[:k])) for k in range(len(x_axes))]
-    in_x = [starts[k] + p for k in order for p, atom in enumerate(x_axes[k]) if not atom.of_leaf]
+    in_x = [
+        starts[k] + p
+        for k in order
+        for p, atom in enumerate(x_axes[k])
+        if not atom.of_leaf
+    ]
     in_y = [p for p, atom in enumerate(axes_lib.flatten(y_axes)) if not atom.of_leaf]
     return tuple(zip(in_y, in_x, strict=True))
 
 
-def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _read_convolution(
+    eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
     """Read a convolution's kernel.
 
     Channel groups are independent copies: each group reads its own input channels and writes its own output channels.
@@ -361,7 +495,9 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
     if axes_lib.is_broadcast(axes):
         return "a broadcast kernel"
     if parameter(eqn, "batch_group_count") != 1:
-        return f"batch_group_count={parameter(eqn, 'batch_group_count')} is not supported"
+        return (
+            f"batch_group_count={parameter(eqn, 'batch_group_count')} is not supported"
+        )
     groups = parameter(eqn, "feature_group_count")
     lhs, kernel, out = (tuple(var.aval.shape) for var in (*eqn.invars, *eqn.outvars))
     out_channel, in_channel, *window = numbers.rhs_spec
@@ -378,7 +514,9 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
     y_axes = [foreign(size) for size in out]
     y_axes[numbers.out_spec[0]], y_axes[numbers.out_spec[1]] = images, group + outputs
     # The patches have these axes: images, positions in `out_spec` order, window, channels.
-    axis_of = dict(zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False))
+    axis_of = dict(
+        zip((numbers.out_spec[0], *numbers.out_spec[2:]), range(len(out)), strict=False)
+    )
     rows = _rows(tuple(y_axes), x_axes, [axis_of[k] for k in sorted(axis_of)])
     geometry = Convolution(
         spec=tuple(numbers.lhs_spec),
@@ -389,17 +527,36 @@ def _read_convolution(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) 
         rhs_dilation=tuple(parameter(eqn, "rhs_dilation")),
         out=tuple(out[k] for k in numbers.out_spec[2:]),
     )
-    return _read(eqn, operand, "conv", x_axes, y_axes, batched=group, rows=rows, geometry=geometry)
+    return _read(
+        eqn,
+        operand,
+        "conv",
+        x_axes,
+        y_axes,
+        batched=group,
+        rows=rows,
+        geometry=geometry,
+    )
 
 
 def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
     """Read a gather that takes one whole table row per index. Return None for any other gather."""
     if operand != 0:
         return None
-    numbers, mode, sizes = parameter(eqn, "dimension_numbers"), parameter(eqn, "mode"), parameter(eqn, "slice_sizes")
+    numbers, mode, sizes = (
+        parameter(eqn, "dimension_numbers"),
+        parameter(eqn, "mode"),
+        parameter(eqn, "slice_sizes"),
+    )
     table, out = eqn.invars[0].aval.shape, tuple(eqn.outvars[0].aval.shape)
-    taken = [k for k, size in enumerate(sizes) if size != table[k]] or list(numbers.collapsed_slice_dims)
-    if len(taken) != 1 or taken[0] not in numbers.start_index_map or sizes[taken[0]] != 1:
+    taken = [k for k, size in enumerate(sizes) if size != table[k]] or list(
+        numbers.collapsed_slice_dims
+    )
+    if (
+        len(taken) != 1
+        or taken[0] not in numbers.start_index_map
+        or sizes[taken[0]] != 1
+    ):
         return None
     (row_axis,) = taken
     if (
@@ -410,31 +567,61 @@ def _read_lookup(eqn: Any, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
         return None
     drop = mode == GatherScatterMode.FILL_OR_DROP
     # With CLIP, a slice as long as its axis always starts at 0, so the index may have other components as well.
-    alone = len(numbers.start_index_map) == 1 and (drop or mode == GatherScatterMode.PROMISE_IN_BOUNDS)
+    alone = len(numbers.start_index_map) == 1 and (
+        drop or mode == GatherScatterMode.PROMISE_IN_BOUNDS
+    )
     positions = [k for k in range(len(out)) if k not in numbers.offset_dims]
     if not (alone or mode == GatherScatterMode.CLIP) or not positions:
         return None
-    row = iter([() if k == row_axis else axis for k, axis in enumerate(axes) if k not in numbers.collapsed_slice_dims])
+    row = iter(
+        [
+            () if k == row_axis else axis
+            for k, axis in enumerate(axes)
+            if k not in numbers.collapsed_slice_dims
+        ]
+    )
     looked_up = iter(data[1][:-1])
     y_axes = [next(looked_up) if k in positions else next(row) for k in range(len(out))]
-    geometry = Lookup(table[row_axis], tuple(numbers.start_index_map).index(row_axis), drop)
+    geometry = Lookup(
+        table[row_axis], tuple(numbers.start_index_map).index(row_axis), drop
+    )
     return _read(eqn, 0, "embedding", (axes[row_axis],), y_axes, geometry=geometry)
 
 
-def _read(eqn: Any, operand: int, op: str, x_axes: Sequence[Axis], y_axes: Sequence[Axis], **more: Any) -> Read:
+def _read(
+    eqn: Any,
+    operand: int,
+    op: str,
+    x_axes: Sequence[Axis],
+    y_axes: Sequence[Axis],
+    **more: Any,
+) -> Read:
     """Build the `Read` of an operation on two arrays.
 
     Sums over rows are accumulated in the widest accumulator dtype among inputs and results.
     """
-    dtype = jnp.result_type(*{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)})
-    return Read(op, eqn.primitive.name, operand, 1 - operand, tuple(x_axes), tuple(y_axes), dtype, **more)
+    dtype = jnp.result_type(
+        *{accumulator(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)}
+    )
+    return Read(
+        op,
+        eqn.primitive.name,
+        operand,
+        1 - operand,
+        tuple(x_axes),
+        tuple(y_axes),
+        dtype,
+        **more,
+    )
 
 
 _TABLE: dict[str, Rule] = {
     **dict.fromkeys(_WHOLE, _follow_whole),
     **dict.fromkeys(("slice", "split", "unstack"), _follow_parts),
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _read_elementwise),
-    "neg": lambda eqn, operand, axes, data: Follow((axes,)),  # `find_reads` counts it as a scale of -1
+    "neg": lambda eqn, operand, axes, data: Follow(
+        (axes,)
+    ),  # `find_reads` counts it as a scale of -1
     "dot_general": _read_product,
     "conv_general_dilated": _read_convolution,
     "gather": _read_lookup,
@@ -453,10 +640,15 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     jaxpr: Any = jax.make_jaxpr(like)(*avals).jaxpr
     order = list(jaxpr.invars)
-    while len(jaxpr.eqns) == 1 and (inner := called(jaxpr.eqns[0])) and inner[0] != "scan":
+    while (
+        len(jaxpr.eqns) == 1 and (inner := called(jaxpr.eqns[0])) and inner[0] != "scan"
+    ):
         inside_of = dict(zip(jaxpr.eqns[0].invars, inner[1].jaxpr.invars, strict=True))
         jaxpr, order = inner[1].jaxpr, [inside_of.get(var) for var in order]
-    shapes = [[tuple(var.aval.shape) for var in outvars] for outvars in (jaxpr.outvars, eqn.outvars)]
+    shapes = [
+        [tuple(var.aval.shape) for var in outvars]
+        for outvars in (jaxpr.outvars, eqn.outvars)
+    ]
     if len(jaxpr.eqns) != 1 or shapes[0] != shapes[1]:
         result = f"a result of shape {', '.join(map(str, shapes[1]))}"
         raise ValueError(
@@ -465,18 +657,27 @@ def _single(eqn: Any, like: Callable[..., Any]) -> tuple[Any, list[Any]]:
     return jaxpr.eqns[0], order
 
 
-def _alike(eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def _alike(
+    eqn: Any, like: Callable[..., Any], operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
     """Return the meaning of the only equation in `like`, with inputs numbered as in `eqn`.
 
     Raises:
       ValueError: `like` is not a single operation, or combines an input with a constant.
     """
     inner, order = _single(eqn, like)
-    position = next((k for k, var in enumerate(inner.invars) if var is order[operand]), None)
+    position = next(
+        (k for k, var in enumerate(inner.invars) if var is order[operand]), None
+    )
     if position is None:
         return None
-    places = [next((k for k, source in enumerate(order) if source is var), None) for var in inner.invars]
-    result = meaning(inner, position, axes, [() if k is None else data[k] for k in places])
+    places = [
+        next((k for k, source in enumerate(order) if source is var), None)
+        for var in inner.invars
+    ]
+    result = meaning(
+        inner, position, axes, [() if k is None else data[k] for k in places]
+    )
     if not isinstance(result, Read):
         return result
     other = places[result.other]

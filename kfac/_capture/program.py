@@ -63,7 +63,9 @@ class Value:
     @property
     def grown(self) -> tuple[bool, ...]:
         """For each axis, whether it is longer with twice as many examples."""
-        return tuple(a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True))
+        return tuple(
+            a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True)
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,7 +120,9 @@ class Op:
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
         """Return what the op does with a parameter that has these axes and is its input number `operand`."""
-        return primitives.meaning(self.eqn, operand, axes, [value.axes for value in self.inputs])
+        return primitives.meaning(
+            self.eqn, operand, axes, [value.axes for value in self.inputs]
+        )
 
     @functools.cached_property
     def product(self) -> bool:
@@ -131,7 +135,9 @@ class Op:
 
     def describe(self) -> str:
         """Return the op's name and its inputs' shapes, for messages."""
-        return f"{self.name}({', '.join(str(list(value.shape)) for value in self.inputs)})"
+        return (
+            f"{self.name}({', '.join(str(list(value.shape)) for value in self.inputs)})"
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -175,7 +181,9 @@ class Program:
             return env[value] if value.number is None else constant(value)
 
         for op in self.ops:
-            env.update(zip(op.outputs, visit(op, list(map(read, op.inputs))), strict=True))
+            env.update(
+                zip(op.outputs, visit(op, list(map(read, op.inputs))), strict=True)
+            )
         return list(map(read, self.outputs))
 
     def axes_averaged_over(self) -> tuple[str, ...]:
@@ -184,9 +192,17 @@ class Program:
         ahead, axes = [self.outputs[0]], list[str]()
         while ahead:
             maker = makers.get(ahead.pop())
-            if maker is not None and all(value.shape == () for value in maker.outputs) and maker.inner is None:
+            if (
+                maker is not None
+                and all(value.shape == () for value in maker.outputs)
+                and maker.inner is None
+            ):
                 axes += equations.devices_summed(maker.eqn)
-                ahead += [value for value in maker.inputs if value.shape == () and value.leaves]
+                ahead += [
+                    value
+                    for value in maker.inputs
+                    if value.shape == () and value.leaves
+                ]
         return tuple(dict.fromkeys(axes))
 
     def walk(self) -> Iterator[Op]:
@@ -214,10 +230,15 @@ def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
     jaxpr = closed.jaxpr
     constants = list(map(_value, jaxpr.constvars))
     into.consts.update(zip(constants, closed.consts, strict=True))
-    env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+    env: dict[Any, Value] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True)
+    )
 
     def read(variables) -> list[Value]:
-        return [_value(var) if isinstance(var, jex.Literal) else env[var] for var in variables]
+        return [
+            _value(var) if isinstance(var, jex.Literal) else env[var]
+            for var in variables
+        ]
 
     for eqn in jaxpr.eqns:
         inputs, (kind, inner) = read(eqn.invars), equations.called(eqn) or ("", None)
@@ -227,22 +248,36 @@ def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
             results = _constrained(into, results, leaving)
         else:
             results = list(map(_value, eqn.outvars))
-            op = Op(eqn, jaxpr, inputs, results, parameters.scan(eqn), around=into.around)
+            op = Op(
+                eqn, jaxpr, inputs, results, parameters.scan(eqn), around=into.around
+            )
             op.inner = flat(inner, (*into.around, op)) if inner else None
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
     return read(jaxpr.outvars)
 
 
-def _constrained(program: Program, values: list[Value], shardings: Sequence[Any]) -> list[Value]:
+def _constrained(
+    program: Program, values: list[Value], shardings: Sequence[Any]
+) -> list[Value]:
     """Return values constrained to the shardings that a `jit` inside the loss gives its arguments or results."""
     result = []
     for value, sharding in zip(values, shardings or [None] * len(values), strict=True):
         if isinstance(sharding, jax.sharding.Sharding) and value.number is None:
-            put = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+            put = functools.partial(
+                jax.lax.with_sharding_constraint, shardings=sharding
+            )
             closed = jax.make_jaxpr(put)(jax.ShapeDtypeStruct(value.shape, value.dtype))
             new = dataclasses.replace(value)
-            program.ops.append(Op(closed.jaxpr.eqns[0], closed.jaxpr, [value], [new], around=program.around))
+            program.ops.append(
+                Op(
+                    closed.jaxpr.eqns[0],
+                    closed.jaxpr,
+                    [value],
+                    [new],
+                    around=program.around,
+                )
+            )
             value = new
         result.append(value)
     return result
@@ -276,12 +311,16 @@ def compare(program: Program, twin: Program, alike: bool) -> None:
     if forms != other_forms:
         if alike:
             raise AnotherProgramError
-        blocks = difflib.SequenceMatcher(None, forms, other_forms, autojunk=False).get_matching_blocks()
+        blocks = difflib.SequenceMatcher(
+            None, forms, other_forms, autojunk=False
+        ).get_matching_blocks()
     arrays = list(zip(program.inputs, twin.inputs, strict=True))
     if len(program.consts) == len(twin.consts):
         arrays += zip(program.consts, twin.consts, strict=True)
     for start, other_start, count in blocks:
-        for op, other in zip(program.ops[start : start + count], twin.ops[other_start:], strict=False):
+        for op, other in zip(
+            program.ops[start : start + count], twin.ops[other_start:], strict=False
+        ):
             arrays += zip(op.outputs, other.outputs, strict=True)
             if op.inner and other.inner:
                 compare(op.inner, other.inner, alike)
@@ -311,7 +350,11 @@ class Reached(NamedTuple):
 def _by_all(ways: Iterable[Reached]) -> Reached:
     """Combine all ways in which an array reaches the loss."""
     live = [way for way in ways if way.live]
-    return Reached(bool(live), bool(live) and all(way.summed for way in live), any(way.unmarked for way in live))
+    return Reached(
+        bool(live),
+        bool(live) and all(way.summed for way in live),
+        any(way.unmarked for way in live),
+    )
 
 
 def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
@@ -324,15 +367,23 @@ def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
     _note_reached(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
 
 
-def _note_reached(program: Program, results: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+def _note_reached(
+    program: Program, results: Sequence[Reached], roots: Collection[Op]
+) -> list[Reached]:
     """Record which arrays and ops reach the loss, and return how the program's inputs do.
 
     `results` says how the program's results reach the loss. `roots` is as for `mark_live`.
     """
-    ways: dict[Value, list[Reached]] = collections.defaultdict(list)  # for each array, an entry per live reader
+    ways: dict[Value, list[Reached]] = collections.defaultdict(
+        list
+    )  # for each array, an entry per live reader
 
     def reach(value: Value, way: Reached) -> None:
-        if way.live and value.number is None and jnp.issubdtype(value.dtype, jnp.inexact):
+        if (
+            way.live
+            and value.number is None
+            and jnp.issubdtype(value.dtype, jnp.inexact)
+        ):
             ways[value].append(way)
 
     def reached(value: Value) -> Reached:
@@ -349,7 +400,9 @@ def _note_reached(program: Program, results: Sequence[Reached], roots: Collectio
             leaving = [Reached()] * len(leaving)
         entering = _inputs_of(op, leaving, roots)
         together = _by_all(leaving)
-        op.alive = together.live or (op.inner is not None and any(inner.alive for inner in op.inner.ops))
+        op.alive = together.live or (
+            op.inner is not None and any(inner.alive for inner in op.inner.ops)
+        )
         op.summed = together.summed
         if not roots:  # `unmarked` always refers to the loss, never to the roots
             op.unmarked = together.unmarked
@@ -366,12 +419,17 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
         scan, ways = op.scan, [way._replace(summed=False) for way in ways]
         while True:  # a carry also reaches the loss through later iterations
             # An input of a scan never counts as summed, because the body may do anything with it.
-            inputs = [way._replace(summed=False) for way in _note_reached(op.inner, ways, roots)]
+            inputs = [
+                way._replace(summed=False)
+                for way in _note_reached(op.inner, ways, roots)
+            ]
             carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
             more = [*map(_by_all, carried), *ways[scan.carried :]]
             if more == ways:
                 return inputs
             ways = more
     live, summed, unmarked = _by_all(ways)
-    way = Reached(live, summed and equations.sums(op.eqn), unmarked and not equations.mark(op.eqn))
+    way = Reached(
+        live, summed and equations.sums(op.eqn), unmarked and not equations.mark(op.eqn)
+    )
     return [way] * len(op.inputs)

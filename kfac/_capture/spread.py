@@ -48,7 +48,9 @@ class Spread:
     g: int = 0
     at_once: bool = False
 
-    def sums(self, of: Callable[[Any, jax.Array], Kronecker], residuals: Any, g: jax.Array) -> Kronecker:
+    def sums(
+        self, of: Callable[[Any, jax.Array], Kronecker], residuals: Any, g: jax.Array
+    ) -> Kronecker:
         """Return the packed sums of a single use, which `of` computes from residuals and gradient.
 
         Their shape is `[copies, pieces, elements]`. With `axes` but without `at_once`, the copies of all devices are
@@ -63,17 +65,32 @@ class Spread:
         if not self.axes:
             return of_device(data, rest, g)
         split = [PartitionSpec(*k * [None], self.axes) for k in (self.x, self.g)]
-        return self._over_mesh(of_device, self._lie(0), split[0], PartitionSpec(), split[1])(data, rest, g)
+        return self._over_mesh(
+            of_device, self._lie(0), split[0], PartitionSpec(), split[1]
+        )(data, rest, g)
 
-    def probe(self, loops: tuple[int, ...], copies: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def probe(
+        self, loops: tuple[int, ...], copies: int, shape: tuple[int, ...], dtype: Any
+    ) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of a probe, whose cotangent is an array of packed sums.
 
         `shape` is the unpacked shape for each of the `copies`. Loops of the lengths `loops` add leading axes.
         """
-        mesh, spec = jax.sharding.get_abstract_mesh(), explicit_part(self._lie(len(loops)))
-        devices = 1 if self.at_once else math.prod(mesh.shape[name] for name in self.axes)
-        sizes = *loops, devices * copies, *(self.room(shape) if self.at_once else room(shape))
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec) if any(spec) else None)
+        mesh, spec = (
+            jax.sharding.get_abstract_mesh(),
+            explicit_part(self._lie(len(loops))),
+        )
+        devices = (
+            1 if self.at_once else math.prod(mesh.shape[name] for name in self.axes)
+        )
+        sizes = (
+            *loops,
+            devices * copies,
+            *(self.room(shape) if self.at_once else room(shape)),
+        )
+        return jax.ShapeDtypeStruct(
+            sizes, dtype, sharding=NamedSharding(mesh, spec) if any(spec) else None
+        )
 
     def room(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of pieces and elements of a factor with this shape, after padding for the devices."""
@@ -96,10 +113,20 @@ class Spread:
 
         def finished(sums):
             if self.axes and not self.at_once:
-                sums = [self._over_mesh(deal, spread, self._lie(loops))(use) for use in sums]
-            flat = whole(finish, PartitionSpec(*(lead + 1) * [None], self.axes) if self.axes else None)(sums)
-            narrow = not self.axes and self.dtype != "float32"  # the factors are sent later
-            return Packed(jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, flat), self.shapes)
+                sums = [
+                    self._over_mesh(deal, spread, self._lie(loops))(use) for use in sums
+                ]
+            flat = whole(
+                finish,
+                PartitionSpec(*(lead + 1) * [None], self.axes) if self.axes else None,
+            )(sums)
+            narrow = (
+                not self.axes and self.dtype != "float32"
+            )  # the factors are sent later
+            return Packed(
+                jax.tree.map(lambda x: x.astype(self.dtype) if narrow else x, flat),
+                self.shapes,
+            )
 
         return finished
 
@@ -110,8 +137,15 @@ class Spread:
         """
         return PartitionSpec(*(loops + 2 * self.at_once) * [None], self.axes or None)
 
-    def _over_mesh(self, fn: Callable[..., Kronecker], out: PartitionSpec, *in_specs: Any) -> Callable[..., Kronecker]:
-        return whole(jax.shard_map(fn, in_specs=in_specs, out_specs=out, axis_names=set(self.axes)), out)
+    def _over_mesh(
+        self, fn: Callable[..., Kronecker], out: PartitionSpec, *in_specs: Any
+    ) -> Callable[..., Kronecker]:
+        return whole(
+            jax.shard_map(
+                fn, in_specs=in_specs, out_specs=out, axis_names=set(self.axes)
+            ),
+            out,
+        )
 
 
 def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kronecker:
@@ -126,5 +160,7 @@ def dealt(flat: Kronecker, axes: tuple[str, ...], dtype: str = "float32") -> Kro
 
     parts = jax.tree.map(by_device, flat)
     sent = flatten(parts)
-    part = lax.psum_scatter(sent if dtype == "float32" else sent.astype(dtype), axes).astype(sent.dtype)
+    part = lax.psum_scatter(
+        sent if dtype == "float32" else sent.astype(dtype), axes
+    ).astype(sent.dtype)
     return jax.tree.map(lambda x: x[0], unflatten(part[None], parts))

@@ -61,8 +61,12 @@ class View:
     leaf: int
     shape: tuple[int, ...]  # the leaf's shape
     axes: Axes
-    start: tuple[int, ...]  # for each leaf axis, the view's first entry: nonzero in a slice
-    stack: tuple[axes_lib.Axis, ...] = ()  # for each scan around, the atoms it iterates over, if any
+    start: tuple[
+        int, ...
+    ]  # for each leaf axis, the view's first entry: nonzero in a slice
+    stack: tuple[
+        axes_lib.Axis, ...
+    ] = ()  # for each scan around, the atoms it iterates over, if any
     scaled: bool = False
     uniform: bool = True  # False if scaled by anything but numbers
     mixed: bool = False  # scaled by an array that depends on the batch
@@ -77,7 +81,9 @@ class View:
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
         """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
-        return axes_lib.picks(self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes)))
+        return axes_lib.picks(
+            self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +142,9 @@ class Use:
         With `examples`, a scan over examples counts as well.
         """
         pairs = zip(self.op.loops, self.view.stack, strict=True)
-        return [(loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs]
+        return [
+            (loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs
+        ]
 
     @property
     def iterated(self) -> tuple[int, ...]:
@@ -146,17 +154,23 @@ class Use:
     @property
     def reads(self) -> int:
         """How often each example reads the parameter. Iterations over examples do not add to the number."""
-        return math.prod(loop.length for loop, iterates in self.levels(examples=True) if not iterates)
+        return math.prod(
+            loop.length for loop, iterates in self.levels(examples=True) if not iterates
+        )
 
     @property
     def times(self) -> int:
         """How often the parameter is read: once for each iteration that shares it."""
-        return math.prod(loop.length for loop, iterates in self.levels() if not iterates)
+        return math.prod(
+            loop.length for loop, iterates in self.levels() if not iterates
+        )
 
     @property
     def rows(self) -> int:
         """The number of rows: the positions of all examples, in all iterations that share the parameter."""
-        return self.times * math.prod(atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf)
+        return self.times * math.prod(
+            atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf
+        )
 
     def for_all(self, n: int) -> Use:
         """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
@@ -167,7 +181,10 @@ class Use:
             read,
             x_axes=(axis, *read.x_axes),
             y_axes=(axis, *read.y_axes),
-            rows=(*((0, 0) for _ in axis), *((y + len(axis), x + len(axis)) for y, x in read.rows)),
+            rows=(
+                *((0, 0) for _ in axis),
+                *((y + len(axis), x + len(axis)) for y, x in read.rows),
+            ),
         )
         return dataclasses.replace(self, read=read, late=False)
 
@@ -179,8 +196,14 @@ class Use:
         """
         along = [loop.along for loop in self.op.loops]
         in_loops = len(axes_lib.flatten(along))
-        positions = None if n is None else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
-        slowest = [] if positions is None else sorted(p for p in positions if p < in_loops)
+        positions = (
+            None
+            if n is None
+            else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
+        )
+        slowest = (
+            [] if positions is None else sorted(p for p in positions if p < in_loops)
+        )
         if positions is None or list(positions[: len(slowest)]) != slowest:
             return None  # or a scan iterates over a faster part of the examples than its body holds
         return tuple(p - in_loops for p in positions[len(slowest) :])

@@ -73,26 +73,43 @@ class KroneckerTap:
     basis: Key | None = None
     spread: Spread | None = None
 
-    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
+    def residuals(
+        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
+    ) -> Any:
         # All entries of a scaled kernel are multiplied by the same number.
         number = None if multiplier is None else multiplier.reshape(-1)[0]
         sizes = None if self.use.read.groups is None else values[self.use.read.groups]
-        return values[self.use.read.other], number, None if self.basis is None else probes[self.basis], sizes
+        return (
+            values[self.use.read.other],
+            number,
+            None if self.basis is None else probes[self.basis],
+            sizes,
+        )
 
     def statistics(self, residuals: Any, g: jax.Array) -> Kronecker | Ragged:
         read, (x, number, basis, sizes) = self.use.read, residuals
         if number is not None and not isinstance(read.geometry, Lookup):
             x = as_floats(x, self.dtype)
-            x = x * number.astype(x.dtype)  # (c w) x = w (c x); the entry appended to x for a bias is not scaled
+            x = x * number.astype(
+                x.dtype
+            )  # (c w) x = w (c x); the entry appended to x for a bias is not scaled
         # Without the barrier, XLA would form patches from the arrays that the image is computed from, and keep them.
         if not self.use.op.loops and read.op == "conv":
             x = lax.optimization_barrier(x)
-        inputs: Any = read.geometry.form(x, self.arrange_x, self.homogeneous, self.images, self.dtype)
+        inputs: Any = read.geometry.form(
+            x, self.arrange_x, self.homogeneous, self.images, self.dtype
+        )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
-            inputs, outputs = (Groups(form.array[0, 0], sizes) for form in (inputs, outputs))
+            inputs, outputs = (
+                Groups(form.array[0, 0], sizes) for form in (inputs, outputs)
+            )
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
-        moments = None if basis is None else squares_in_basis(inputs, outputs, basis, self.dtype)
+        moments = (
+            None
+            if basis is None
+            else squares_in_basis(inputs, outputs, basis, self.dtype)
+        )
         a, g = self._side("A", inputs), self._side("G", outputs)
         counted = number is not None and isinstance(inputs, OneHot)
         return Kronecker(a * number**2 if counted else a, g, moments)
@@ -127,7 +144,9 @@ class ElementwiseTap:
         """The number of the input that the parameter is multiplied with; None for a sum."""
         return self.use.read.other if self.use.read.op == "mul" else None
 
-    def residuals(self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes) -> Any:
+    def residuals(
+        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
+    ) -> Any:
         del probes
         return None if self.other is None else values[self.other], multiplier
 
@@ -151,7 +170,9 @@ def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
 
 def _backward(tap, residuals, g):
     def statistics(residuals, g):
-        return jax.tree.map(lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g))
+        return jax.tree.map(
+            lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g)
+        )
 
     if isinstance(tap, KroneckerTap) and tap.spread is not None:
         return None, g, tap.spread.sums(statistics, residuals, g)
@@ -175,8 +196,14 @@ def together(values: Any) -> Any:
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
     # Tangents that are not arrays are symbolic zeros.
-    moving = iter(lax.optimization_barrier([x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]))
-    return primals[0], jax.tree.map(lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0])
+    moving = iter(
+        lax.optimization_barrier(
+            [x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]
+        )
+    )
+    return primals[0], jax.tree.map(
+        lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0]
+    )
 
 
 # The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
@@ -205,10 +232,14 @@ class Plan:
     marks: dict[Op, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
     inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
 
-    def look_inside(self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()) -> None:
+    def look_inside(
+        self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()
+    ) -> None:
         """Replay the bodies of the scans and remats around an op, and of the op itself if it is one.
 
         The probes `keys` are used there. They have an entry for each iteration of the scans `iterated`.
         """
         for outer in (*op.around, *([op] if op.inner else [])):
-            self.inside.setdefault(outer, {}).update((key, outer in iterated) for key in keys)
+            self.inside.setdefault(outer, {}).update(
+                (key, outer in iterated) for key in keys
+            )

@@ -12,15 +12,38 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.microbatch import every_example
-from kfac._capture.outputs import Draw, Marks, at_weight, find_marks, keys_of, weights_to
+from kfac._capture.outputs import (
+    Draw,
+    Marks,
+    at_weight,
+    find_marks,
+    keys_of,
+    weights_to,
+)
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
 from kfac._capture.trace import Trace, batch_of, is_array, is_key, trace
-from kfac._checks import check, check_by_layer, check_fraction, check_function, check_given, check_layers
+from kfac._checks import (
+    check,
+    check_by_layer,
+    check_fraction,
+    check_function,
+    check_given,
+    check_layers,
+)
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import as_varying, device_axes, device_key, lying_as, on_mesh, varying_axes, varying_in, zeros_of
+from kfac._varying import (
+    as_varying,
+    device_axes,
+    device_key,
+    lying_as,
+    on_mesh,
+    varying_axes,
+    varying_in,
+    zeros_of,
+)
 
 
 def value_and_grad(
@@ -85,7 +108,9 @@ def value_and_grad(
         `"expected"` or weights: the loss depends on a parameter on which no marked output depends.
     """
     check(has_aux=has_aux)
-    evaluate = _evaluator(loss_fn, layers, has_aux, fisher, num_examples, communication_dtype)
+    evaluate = _evaluator(
+        loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
+    )
 
     @on_mesh
     @functools.wraps(loss_fn)
@@ -145,7 +170,11 @@ def statistics(
         examples = num_examples
         if every > 1:
             thinned = every_example(layers, args, kwargs, every)
-            args, kwargs, examples = thinned.args, thinned.kwargs, thinned.of(num_examples)
+            args, kwargs, examples = (
+                thinned.args,
+                thinned.kwargs,
+                thinned.of(num_examples),
+            )
         evaluate = evaluator(examples, communication_dtype)
         return evaluate(params, args, kwargs, gradients=False)[2]
 
@@ -166,37 +195,68 @@ def _evaluator(
     check(fisher=fisher, communication_dtype=communication_dtype)
     check_given(num_examples=num_examples)
     drawn = fisher != "empirical"
-    own_paths = {path for layer in layers.with_gradient_factors for path in layer.params}
+    own_paths = {
+        path for layer in layers.with_gradient_factors for path in layer.params
+    }
 
     def evaluate(params, args, kwargs, gradients):
         key, basis = _fisher_key(kwargs, fisher), kwargs.pop("basis", None)
         if basis is not None:
             check_basis(basis, layers)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
-        axes = varying_axes([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
+        axes = varying_axes(
+            [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
+        )
         params = as_varying(params, axes | varying_axes(params))
-        traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
+        traced = trace(
+            loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs)
+        )
         _check_own(traced, axes)
         marks = find_marks(traced)
         if drawn or marks.weighted:
-            marks.require(f"fisher={fisher!r}" if drawn else "weight= of kfac.output", traced, layers.skipped_paths)
+            marks.require(
+                f"fisher={fisher!r}" if drawn else "weight= of kfac.output",
+                traced,
+                layers.skipped_paths,
+            )
             mark_live(traced.program, [mark.op for mark in marks.marks])
-        planned = plan_taps(traced, layers, marks, num_examples, basis is not None, communication_dtype)
+        planned = plan_taps(
+            traced, layers, marks, num_examples, basis is not None, communication_dtype
+        )
         entries: dict[Any, Any] = {}
         for name, sums in planned.sums.items():
             entries |= sums.basis(basis[name]) if sums.basis else {}
         if key is not None:
-            marks.place(planned.plan, lambda mark: Draw(mark, planned.num_examples, fisher == "expected"))
-            entries |= keys_of(marks, device_key(key, axes | varying_axes([*traced.program.consts.values()])))
+            marks.place(
+                planned.plan,
+                lambda mark: Draw(mark, planned.num_examples, fisher == "expected"),
+            )
+            entries |= keys_of(
+                marks,
+                device_key(key, axes | varying_axes([*traced.program.consts.values()])),
+            )
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= weights_to(marks, 0)
         flat, treedef = jax.tree.flatten(params)
-        probes = jax.tree.map(lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe), planned.probes)
+        probes = jax.tree.map(
+            lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe),
+            planned.probes,
+        )
         probes = as_varying(probes, axes | varying_axes(params))
-        wanted = {k: leaf for k, leaf in enumerate(flat) if gradients or traced.names[k] in own_paths}
-        outs, found, factors = _differentiate(traced, planned, flat, wanted, probes, entries, fisher, marks)
-        own = {traced.names[k]: leaf for k, leaf in found.items() if traced.names[k] in own_paths}
+        wanted = {
+            k: leaf
+            for k, leaf in enumerate(flat)
+            if gradients or traced.names[k] in own_paths
+        }
+        outs, found, factors = _differentiate(
+            traced, planned, flat, wanted, probes, entries, fisher, marks
+        )
+        own = {
+            traced.names[k]: leaf
+            for k, leaf in found.items()
+            if traced.names[k] in own_paths
+        }
         grads = jax.tree.unflatten(treedef, list(found.values())) if gradients else None
         return traced.rebuild(outs), grads, Factors(factors, own)
 
@@ -212,7 +272,9 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     missing = sorted(differing - varying_in(traced.loss))
     if axes := traced.program.axes_averaged_over() or missing:
         how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
-        raise ValueError(f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}")
+        raise ValueError(
+            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}"
+        )
 
 
 def _differentiate(
@@ -243,7 +305,12 @@ def _differentiate(
 
     def losses_of(wanted, probes, entries=entries):
         leaves = [wanted.get(k, leaf) for k, leaf in enumerate(flat)]
-        outs, drawn = replay(traced.program, [*leaves, *traced.arrays], planned.plan, {**probes, **entries})
+        outs, drawn = replay(
+            traced.program,
+            [*leaves, *traced.arrays],
+            planned.plan,
+            {**probes, **entries},
+        )
         # A scan around a mark stacks the zeros of its iterations.
         dims = 1 if fisher == "expected" else 0
         zeros = [jnp.sum(x, axis=tuple(range(x.ndim - dims))) for x in drawn.values()]
@@ -254,7 +321,10 @@ def _differentiate(
     if fisher == "empirical":
         if marks.weighted:  # a term of weight `w` has `w` times the curvature, but gradients `w` times as long
             _, pull_weighted = jax.vjp(
-                lambda probes: losses_of(wanted, probes, entries | weights_to(marks, -0.5))[0][0], probes
+                lambda probes: losses_of(
+                    wanted, probes, entries | weights_to(marks, -0.5)
+                )[0][0],
+                probes,
             )
             (sums,) = pull_weighted(jnp.ones_like(value))
         return outs, grads, planned.factors(sums)
@@ -265,11 +335,15 @@ def _differentiate(
     if fisher == "sampled":
         return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
     features, unravel = ravel_pytree(zeros)
-    units = as_varying(jnp.eye(len(features), dtype=features.dtype), varying_axes(features))
+    units = as_varying(
+        jnp.eye(len(features), dtype=features.dtype), varying_axes(features)
+    )
     return outs, grads, _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
 
 
-def _sum_of_moments(factors_of: Callable[[jax.Array], Factors], units: jax.Array) -> Factors:
+def _sum_of_moments(
+    factors_of: Callable[[jax.Array], Factors], units: jax.Array
+) -> Factors:
     """Sum the second moments of gradients over all units.
 
     Statistics that do not depend on the units, such as `A`, stay as they are.
@@ -287,18 +361,33 @@ def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
     key = kwargs.pop("fisher_key", None)
     if fisher == "empirical":
         if key is not None:
-            raise ValueError("fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn")
+            raise ValueError(
+                "fisher_key is for fisher='sampled' and 'expected': with 'empirical' nothing is drawn"
+            )
         return None
     if key is None:
-        what, how = "targets" if fisher == "sampled" else "signs", "fisher_key=jax.random.key(step)"
-        raise ValueError(f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}")
+        what, how = (
+            "targets" if fisher == "sampled" else "signs",
+            "fisher_key=jax.random.key(step)",
+        )
+        raise ValueError(
+            f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}"
+        )
     if not is_key(key):
         what = f"{key.dtype}{list(key.shape)}" if is_array(key) else repr(key)
-        raise ValueError(f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}")
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        raise ValueError(
+            f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}"
+        )
+    return (
+        key
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        else jax.random.wrap_key_data(key)
+    )
 
 
-def plain_value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, Any]]:
+def plain_value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool
+) -> Callable[..., tuple[Any, Any]]:
     """Return `jax.value_and_grad` of a loss. Inside `jax.shard_map`, the gradients are this device's own."""
 
     @on_mesh
@@ -325,4 +414,6 @@ def check_basis(basis: Any, layers: Layers) -> None:
     how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
         raise ValueError(f"basis is of type {type(basis).__name__}: {how}")
-    check_by_layer("basis", basis, [layer for layer in layers if layer.correctable], how)
+    check_by_layer(
+        "basis", basis, [layer for layer in layers if layer.correctable], how
+    )

@@ -18,7 +18,15 @@ from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
 from kfac._curvature.unitwise import UnitwiseKind
 from kfac._factors import Block, Factors
-from kfac._layers import BLOCKS, KRONECKER_KINDS, UNITWISE_KINDS, BlockKind, Layer, Layers, leaf_alone
+from kfac._layers import (
+    BLOCKS,
+    KRONECKER_KINDS,
+    UNITWISE_KINDS,
+    BlockKind,
+    Layer,
+    Layers,
+    leaf_alone,
+)
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
 
@@ -103,20 +111,32 @@ class Group:
 
     def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
         """Return the shape of one block's moments, or None if `inverse` takes no moments or no member has any."""
-        return (self.d_out, self.d_in) if self.correctable and self.inverse_of(inverse).takes_moments else None
+        return (
+            (self.d_out, self.d_in)
+            if self.correctable and self.inverse_of(inverse).takes_moments
+            else None
+        )
 
-    def zeros(self, size: int, dtype: Any, moments: tuple[int, ...] | None = None) -> Block:
+    def zeros(
+        self, size: int, dtype: Any, moments: tuple[int, ...] | None = None
+    ) -> Block:
         """Return zero statistics for `size` blocks. `moments` is the shape of one block's moments, None without any."""
         shapes = self.shapes | ({} if moments is None else {"moments": moments})
-        return self.block.statistics(**{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()})
+        return self.block.statistics(
+            **{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()}
+        )
 
-    def stack_factors(self, factors: Factors, moments: tuple[int, ...] | None = None) -> Block:
+    def stack_factors(
+        self, factors: Factors, moments: tuple[int, ...] | None = None
+    ) -> Block:
         """Stack the members' statistics to `[k, ...]`. Members without moments get zeros with the shape `moments`."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             block = self.block.stack(layer, factors[layer.name])
             if moments is not None and block.moments is None:
-                block = dataclasses.replace(block, moments=jnp.zeros((count, *moments), block.A.dtype))
+                block = dataclasses.replace(
+                    block, moments=jnp.zeros((count, *moments), block.A.dtype)
+                )
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
@@ -133,14 +153,22 @@ class Group:
 
         If kernels are cut into pieces, or if only some members have a bias, the list holds only the group itself.
         """
-        widths = {tuple(layout.size("in") for layout in layer.layouts) for layer in self.layers}
+        widths = {
+            tuple(layout.size("in") for layout in layer.layouts)
+            for layer in self.layers
+        }
         if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
             return [self]
 
-        by_leaf = [[leaf_alone(x, k, width) for x in self.layers] for k, width in enumerate(widths.pop())]
+        by_leaf = [
+            [leaf_alone(x, k, width) for x in self.layers]
+            for k, width in enumerate(widths.pop())
+        ]
         return [dataclasses.replace(self, layers=tuple(layers)) for layers in by_leaf]
 
-    def stack_matrices(self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None) -> jax.Array:
+    def stack_matrices(
+        self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None
+    ) -> jax.Array:
         """Stack the members' leaves (gradients or parameters) to `[k, d_in, d_out]`, zeros for missing members.
 
         The output axis comes last, as in the memory layout of most kernels. Transposing a stack would take time, and on
@@ -154,7 +182,9 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] in leaves:
-                rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
+                rows = layer.to_rows(
+                    [leaves[path].astype(dtype) for path in layer.params]
+                )
                 if layer.pieces > 1:
                     matrix = rows.mT if lying is None else lying(layer, rows.mT)
                     rows = layer.to_pieces(matrix).mT
@@ -168,7 +198,9 @@ class Group:
         """The index of each layer's first block."""
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
-    def split_matrices(self, matrices: jax.Array, starts: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+    def split_matrices(
+        self, matrices: jax.Array, starts: Mapping[int, jax.Array]
+    ) -> dict[str, jax.Array]:
         """Split a stack into leaves by path: the inverse of `stack_matrices`.
 
         Args:
@@ -177,7 +209,9 @@ class Group:
             constants for XLA, leaves of the same shape share one compiled kernel.
         """
         leaves: dict[str, jax.Array] = {}
-        for layer, count, start in zip(self.layers, self.counts, self.starts, strict=True):
+        for layer, count, start in zip(
+            self.layers, self.counts, self.starts, strict=True
+        ):
             part = lax.dynamic_slice_in_dim(matrices, starts[start], count)
             rows = layer.from_pieces(part.mT).mT if layer.pieces > 1 else part
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
@@ -186,7 +220,11 @@ class Group:
     def split(self, stacks: Any) -> Iterator[tuple[Layer, Any]]:
         """Yield each member with its part of `stacks`, a tree with leaves `[k, ...]`."""
         leaves, treedef = jax.tree.flatten(stacks)
-        for layer, *parts in zip(self.layers, *(jnp.split(leaf, self.starts[1:]) for leaf in leaves), strict=True):
+        for layer, *parts in zip(
+            self.layers,
+            *(jnp.split(leaf, self.starts[1:]) for leaf in leaves),
+            strict=True,
+        ):
             yield layer, jax.tree.unflatten(treedef, parts)
 
 
@@ -199,8 +237,13 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         name = f"{'' if layer.captured else 'gradient_'}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
     # Sort the members by name, so that the block order in a state does not depend on the program.
-    groups = [Group(name, tuple(sorted(alike, key=lambda layer: layer.name))) for name, alike in members.items()]
-    return tuple(sorted(groups, key=lambda group: min(layer.order for layer in group.layers)))
+    groups = [
+        Group(name, tuple(sorted(alike, key=lambda layer: layer.name)))
+        for name, alike in members.items()
+    ]
+    return tuple(
+        sorted(groups, key=lambda group: min(layer.order for layer in group.layers))
+    )
 
 
 def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
@@ -213,8 +256,15 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
     if not isinstance(factors, Factors):
         how = "factors = kfac.statistics(loss_fn, layers)(params, batch)"
         kind = type(factors).__name__
-        raise ValueError(f"factors must be what kfac.statistics returns, but is {kind}: write {how}")
-    check_by_layer("factors", factors, layers.with_factors, "they must be of the layers of this optimizer")
+        raise ValueError(
+            f"factors must be what kfac.statistics returns, but is {kind}: write {how}"
+        )
+    check_by_layer(
+        "factors",
+        factors,
+        layers.with_factors,
+        "they must be of the layers of this optimizer",
+    )
     own = {
         path: shape
         for layer in layers.with_gradient_factors
@@ -222,7 +272,9 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
     }
     shapes = {path: tuple(x.shape) for path, x in factors.gradients.items()}
     if inverse is not None and own != shapes:
-        path = next(path for path in [*own, *shapes] if own.get(path) != shapes.get(path))
+        path = next(
+            path for path in [*own, *shapes] if own.get(path) != shapes.get(path)
+        )
         raise ValueError(
             f"factors.gradients must hold the gradient of {path!r} with the shape {own.get(path)}, but has "
             f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"

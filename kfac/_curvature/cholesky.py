@@ -45,7 +45,9 @@ class Cholesky(Inverse):
     def init(self, factors):
         """Return identities in the shapes of `A` and `G`."""
         dtype = self.kept_dtype(factors.A.dtype)
-        return Kronecker(identities(factors.A.shape, dtype), identities(factors.G.shape, dtype))
+        return Kronecker(
+            identities(factors.A.shape, dtype), identities(factors.G.shape, dtype)
+        )
 
     def refresh(self, kept, factors, damping):
         """Invert both damped factors."""
@@ -53,7 +55,9 @@ class Cholesky(Inverse):
         a, condition_a = invert_damped(factors.A, on_a, kept.A.dtype)
         g, condition_g = invert_damped(factors.G, on_g, kept.G.dtype)
         both = (condition_a > 0) & (condition_g > 0)
-        return Kronecker(a, g), jnp.where(both, jnp.maximum(condition_a, condition_g), 0)
+        return Kronecker(a, g), jnp.where(
+            both, jnp.maximum(condition_a, condition_g), 0
+        )
 
     def apply(self, kept, matrices, damping):
         """Return `G^-1 V A^-1`."""
@@ -61,19 +65,33 @@ class Cholesky(Inverse):
         dtype, wide = kept.A.dtype, matrices.dtype
         # Compute the transpose, because most kernels and their gradients have the output axis last in memory.
         left = "ka" if is_diagonal(kept.A) else "kab"
-        half = product(f"{left},k{left[-1]}c->kac", self.precision, dtype, wide, kept.A, matrices.mT)
+        half = product(
+            f"{left},k{left[-1]}c->kac",
+            self.precision,
+            dtype,
+            wide,
+            kept.A,
+            matrices.mT,
+        )
         right = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
         return product(right, self.precision, dtype, wide, half, kept.G).mT
 
     def spectrum(self, kept, factors, damping):
         """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
-        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
-        g, a = eigenvalues(basis.G) + on_g[:, None], eigenvalues(basis.A) + on_a[:, None]
+        basis = Kronecker(
+            *(decompose(factor, factor.dtype) for factor in (factors.A, factors.G))
+        )
+        g, a = (
+            eigenvalues(basis.G) + on_g[:, None],
+            eigenvalues(basis.A) + on_a[:, None],
+        )
         return basis, g[:, :, None] * a[:, None, :]
 
 
-def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_damping(
+    factors: Kronecker, damping: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the factored Tikhonov damping for `A` and for `G`, each `[k]`, from `damping` `[k]`.
 
     With `pi^2 = (tr A / dim A) / (tr G / dim G)`, the diagonal of `A` gets `pi sqrt(damping)`, and the diagonal of `G`
@@ -81,7 +99,9 @@ def split_damping(factors: Kronecker, damping: jax.Array) -> tuple[jax.Array, ja
     """
     a, g = (jnp.mean(diagonals(stack), axis=1) for stack in (factors.A, factors.G))
     usable = (a > 0) & (g > 0)
-    pi = jnp.where(usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1)
+    pi = jnp.where(
+        usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1
+    )
     root = jnp.sqrt(damping.astype(pi.dtype))
     return pi * root, root / pi
 
@@ -93,11 +113,15 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
     if not is_diagonal(stack):
         # The diagonal is every (d + 1)-th element of a matrix. If an identity matrix were used instead, XLA would keep
         # it in memory through the loop over all blocks.
-        diagonal = lax.pad(diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]).reshape(stack.shape)
+        diagonal = lax.pad(
+            diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]
+        ).reshape(stack.shape)
     return stack + diagonal
 
 
-def invert_damped(stack: jax.Array, amount: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def invert_damped(
+    stack: jax.Array, amount: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """Return the inverses of `stack[k] + amount[k] I` in `dtype`, and the condition numbers in the 1-norm.
 
     A condition number that is not finite is returned as 0, which marks a failed inversion.
@@ -137,7 +161,9 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     the six products take 0.4 times as long as the float32 product.
     """
     exact = functools.partial(jnp.matmul, precision="highest")
-    return lax.platform_dependent(a, b, cuda=_sixfold if a.dtype == jnp.float32 else exact, default=exact)
+    return lax.platform_dependent(
+        a, b, cuda=_sixfold if a.dtype == jnp.float32 else exact, default=exact
+    )
 
 
 def _sixfold(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,11 +179,15 @@ def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
         # LAPACK expects column-major matrices. Passing the transpose, which is equal by symmetry, saves XLA a copy.
         factor = lax.linalg.cholesky(stack.mT, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
-        return factor, lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+        return factor, lax.linalg.triangular_solve(
+            factor, identity, left_side=True, lower=True
+        )
     h = d // 2
     first, inverse = factorise(stack[:, :h, :h])
     corner = solve(stack[:, h:, :h], first, inverse)
-    last, inverse_of_last = factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
+    last, inverse_of_last = factorise(
+        stack[:, h:, h:] - exact_product(corner, corner.mT)
+    )
     below = -_from_left(inverse_of_last, _from_right(corner, inverse))
     return (first, corner, last), (inverse, below, inverse_of_last)
 
@@ -180,7 +210,10 @@ def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
     first, corner, last = lower
     h = corner.shape[-1]
     top, bottom = b[:, :h], b[:, h:]
-    return jnp.concatenate([_from_left(first, top), exact_product(corner, top) + _from_left(last, bottom)], axis=1)
+    return jnp.concatenate(
+        [_from_left(first, top), exact_product(corner, top) + _from_left(last, bottom)],
+        axis=1,
+    )
 
 
 def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
@@ -190,7 +223,13 @@ def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
     first, corner, last = lower
     h = corner.shape[-1]
     left, right = b[:, :, :h], b[:, :, h:]
-    return jnp.concatenate([_from_right(left, first) + exact_product(right, corner), _from_right(right, last)], axis=2)
+    return jnp.concatenate(
+        [
+            _from_right(left, first) + exact_product(right, corner),
+            _from_right(right, last),
+        ],
+        axis=2,
+    )
 
 
 def _gram(lower: Lower) -> jax.Array:
@@ -201,7 +240,9 @@ def _gram(lower: Lower) -> jax.Array:
     top = _gram(first) + _symmetric(exact_product(corner.mT, corner))
     beside = _from_right(corner.mT, last)
     upper = jnp.concatenate([top, beside], axis=2)
-    return jnp.concatenate([upper, jnp.concatenate([beside.mT, _gram(last)], axis=2)], axis=1)
+    return jnp.concatenate(
+        [upper, jnp.concatenate([beside.mT, _gram(last)], axis=2)], axis=1
+    )
 
 
 def _symmetric(stack: jax.Array) -> jax.Array:
@@ -209,4 +250,7 @@ def _symmetric(stack: jax.Array) -> jax.Array:
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(stack) if is_diagonal(stack) else jnp.sum(jnp.abs(stack), axis=-2), axis=-1)
+    return jnp.max(
+        jnp.abs(stack) if is_diagonal(stack) else jnp.sum(jnp.abs(stack), axis=-2),
+        axis=-1,
+    )

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kfac._curvature.inverse import Inverse, aligned, damping_of_blocks, identities, product
+from kfac._curvature.inverse import (
+    Inverse,
+    aligned,
+    damping_of_blocks,
+    identities,
+    product,
+)
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
@@ -49,18 +55,26 @@ class Eigh(Inverse):
         del kept  # the new decompositions do not depend on the old state
         dtype = self.kept_dtype(factors.A.dtype)
         new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
-        return new, condition_of(ends(eigenvalues(new.A)), ends(eigenvalues(new.G)), damping)
+        return new, condition_of(
+            ends(eigenvalues(new.A)), ends(eigenvalues(new.G)), damping
+        )
 
     def spectrum(self, kept, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
-        basis = Kronecker(*(decompose(factor, factor.dtype) for factor in (factors.A, factors.G)))
+        basis = Kronecker(
+            *(decompose(factor, factor.dtype) for factor in (factors.A, factors.G))
+        )
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 
     def apply(self, kept, matrices, damping):
         """Divide the gradients by the damped eigenvalues in the eigenbasis."""
-        damping = damping_of_blocks(self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping)
+        damping = damping_of_blocks(
+            self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping
+        )
         values = block_eigenvalues(kept)
-        damping = per_block(jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values)
+        damping = per_block(
+            jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values
+        )
         scaled = rotate(matrices, kept, self.precision, back=False) / (values + damping)
         return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 
@@ -71,7 +85,9 @@ def unturned(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
     For diagonals `[k, d]`, return the eigenvalues only, which are ones.
     """
     values = jnp.ones(stack.shape[:2], stack.dtype)
-    return values if is_diagonal(stack) else Eigen(identities(stack.shape, dtype), values)
+    return (
+        values if is_diagonal(stack) else Eigen(identities(stack.shape, dtype), values)
+    )
 
 
 def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
@@ -100,10 +116,14 @@ def block_eigenvalues(inverse: Kronecker) -> jax.Array:
     products = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
     if inverse.moments is None:
         return products
-    return jnp.where(inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products)
+    return jnp.where(
+        inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products
+    )
 
 
-Ends = tuple[jax.Array, jax.Array]  # the smallest and the largest eigenvalue of `k` matrices, `[k]` each
+Ends = tuple[
+    jax.Array, jax.Array
+]  # the smallest and the largest eigenvalue of `k` matrices, `[k]` each
 
 
 def ends(values: jax.Array) -> Ends:
@@ -122,16 +142,23 @@ def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
     # Rounding can make the eigenvalues of a second moment negative. If a schedule returns zero or NaN for the damping,
     # the condition number must still not mark the decompositions as failed.
     damping = jnp.where(damping > 0, damping, 0).astype(a[0].dtype)
-    low, high = (jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping for x, y in zip(a, g, strict=True))
+    low, high = (
+        jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping
+        for x, y in zip(a, g, strict=True)
+    )
     return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
 
 
-def rotate(matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool) -> jax.Array:
+def rotate(
+    matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool
+) -> jax.Array:
     """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
 
     def by_aligned_products(matrices, vectors):
         rows, columns = matrices.shape[1:]
-        return by_products(aligned(matrices), jax.tree.map(aligned, vectors))[:, :rows, :columns]
+        return by_products(aligned(matrices), jax.tree.map(aligned, vectors))[
+            :, :rows, :columns
+        ]
 
     def by_products(matrices, vectors):
         g, a = vectors
@@ -143,5 +170,10 @@ def rotate(matrices: jax.Array, inverse: Kronecker, precision: str, *, back: boo
             matrices = product(right, precision, a.dtype, matrices.dtype, matrices, a)
         return matrices
 
-    vectors = [side.vectors if isinstance(side, Eigen) else None for side in (inverse.G, inverse.A)]
-    return lax.platform_dependent(matrices, vectors, cuda=by_aligned_products, default=by_products)
+    vectors = [
+        side.vectors if isinstance(side, Eigen) else None
+        for side in (inverse.G, inverse.A)
+    ]
+    return lax.platform_dependent(
+        matrices, vectors, cuda=by_aligned_products, default=by_products
+    )

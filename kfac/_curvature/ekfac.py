@@ -65,7 +65,10 @@ class Ekfac(Eigh):
         inverse = super().init(factors)
         if factors.moments is None:
             return inverse
-        return dataclasses.replace(inverse, moments=Moments(factors.moments, jnp.zeros_like(factors.moments[:, 0, 0])))
+        return dataclasses.replace(
+            inverse,
+            moments=Moments(factors.moments, jnp.zeros_like(factors.moments[:, 0, 0])),
+        )
 
     def refresh(self, kept, factors, damping):
         """Decompose both factors, and transform the moments to the new basis."""
@@ -74,7 +77,9 @@ class Ekfac(Eigh):
             return new, condition
         turned = between_bases(kept.moments.average, kept, new, squared_turn)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
-        return new, condition_of(ends(block_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping)
+        return new, condition_of(
+            ends(block_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping
+        )
 
     def spectrum(self, kept, factors, damping):
         """Return the stored eigenvectors and the damped moments.
@@ -86,7 +91,12 @@ class Ekfac(Eigh):
 
         def along(side, factor):
             q = side.vectors.astype(factor.dtype)
-            return Eigen(q, jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision=lax.Precision.HIGHEST))
+            return Eigen(
+                q,
+                jnp.einsum(
+                    "kji,kjl,kli->ki", q, factor, q, precision=lax.Precision.HIGHEST
+                ),
+            )
 
         basis = Kronecker(along(kept.A, factors.A), along(kept.G, factors.G))
         values = block_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
@@ -94,12 +104,16 @@ class Ekfac(Eigh):
 
     def absorb(self, kept, moments, decay, taken):
         """Update the running average of the moments."""
-        average, weight = averaged(kept.moments.average, kept.moments.weight, moments, decay, taken)
+        average, weight = averaged(
+            kept.moments.average, kept.moments.weight, moments, decay, taken
+        )
         return dataclasses.replace(kept, moments=Moments(average, weight))
 
     def basis(self, kept):
         """Return the eigenvectors, or None for a stack without moments."""
-        return None if kept.moments is None else Kronecker(kept.A.vectors, kept.G.vectors)
+        return (
+            None if kept.moments is None else Kronecker(kept.A.vectors, kept.G.vectors)
+        )
 
     def check(self, layer, block):
         """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
@@ -107,17 +121,23 @@ class Ekfac(Eigh):
             return
         if block.moments is None:
             how = "value_and_grad(...)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
-            raise ValueError(f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: {how}")
+            raise ValueError(
+                f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: {how}"
+            )
         shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
         check_shapes(f"factors of layer {layer.name!r}", block, {"moments": shape})
 
 
-def between_bases(matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]) -> jax.Array:
+def between_bases(
+    matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]
+) -> jax.Array:
     """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
     if isinstance(new.G, Eigen):
         matrices = _product(of(old.G.vectors, new.G.vectors, matrices.dtype), matrices)
     if isinstance(new.A, Eigen):
-        matrices = _product(matrices, of(old.A.vectors, new.A.vectors, matrices.dtype).mT)
+        matrices = _product(
+            matrices, of(old.A.vectors, new.A.vectors, matrices.dtype).mT
+        )
     return matrices
 
 

@@ -108,7 +108,9 @@ class Inverse(abc.ABC):
         """
 
     @abc.abstractmethod
-    def refresh(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
+    def refresh(
+        self, kept: Any, factors: Any, damping: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Compute the state from the factors.
 
         Args:
@@ -137,7 +139,9 @@ class Inverse(abc.ABC):
           The preconditioned gradients, shaped like `matrices`.
         """
 
-    def spectrum(self, kept: Any, factors: Any, damping: jax.Array) -> tuple[Any, jax.Array]:
+    def spectrum(
+        self, kept: Any, factors: Any, damping: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
         Args:
@@ -159,7 +163,9 @@ class Inverse(abc.ABC):
             "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
-    def absorb(self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array) -> Any:
+    def absorb(
+        self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array
+    ) -> Any:
         """Update the state with moments, if the inverse `takes_moments`.
 
         Args:
@@ -195,7 +201,9 @@ class Inverse(abc.ABC):
           The new state; the preconditioned momentum, shaped like `matrices`; and the cosine `[k]` between the gradient
           and the previous step's preconditioned momentum, which `kfac.kfac` needs for `adaptive_layer_rates`.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes gradients, but has no method `advance`")
+        raise NotImplementedError(
+            f"{type(self).__name__} takes gradients, but has no method `advance`"
+        )
 
     def basis(self, kept: Any) -> Any:
         """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
@@ -206,7 +214,9 @@ class Inverse(abc.ABC):
         """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
         if getattr(block, "moments", None) is not None:
             what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
-            raise ValueError(f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis=")
+            raise ValueError(
+                f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis="
+            )
 
     def kept_dtype(self, dtype: Any) -> Any:
         """Return the dtype of stored inverses, where `dtype` is the dtype of statistics."""
@@ -239,7 +249,12 @@ def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
     """
     zeros = [jnp.zeros((), x.dtype) for x in stacks]
-    return lax.reduce(stacks, zeros, lambda a, b: jax.tree.map(jnp.add, a, b), tuple(range(first, stacks[0].ndim)))
+    return lax.reduce(
+        stacks,
+        zeros,
+        lambda a, b: jax.tree.map(jnp.add, a, b),
+        tuple(range(first, stacks[0].ndim)),
+    )
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -265,7 +280,9 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
     return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
 
 
-def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array) -> jax.Array:
+def product(
+    spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array
+) -> jax.Array:
     """Compute an `einsum` of two operands in the arithmetic `precision`.
 
     Args:
@@ -277,12 +294,16 @@ def product(spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Arr
     """
 
     def einsum(arithmetic, *operands):
-        return jnp.einsum(spec, *operands, precision=arithmetic, preferred_element_type=wide)
+        return jnp.einsum(
+            spec, *operands, precision=arithmetic, preferred_element_type=wide
+        )
 
     narrow = [x.astype(dtype) for x in operands]
     if precision in ("float32", "bfloat16") or dtype != jnp.float32:
         return einsum(lax.Precision.HIGHEST, *narrow)
-    high = functools.partial(einsum, lax.Precision.HIGH)  # TF32 on GPUs, three products on TPUs, float32 on CPUs
+    high = functools.partial(
+        einsum, lax.Precision.HIGH
+    )  # TF32 on GPUs, three products on TPUs, float32 on CPUs
     if precision == "tensorfloat32":
         return high(*narrow)
     thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
@@ -298,7 +319,9 @@ def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
     missing = [-length % multiple if length >= 64 else 0 for length in stack.shape[-2:]]
     if not any(missing):
         return stack
-    return jnp.pad(stack, [(0, 0)] * (stack.ndim - 2) + [(0, length) for length in missing])
+    return jnp.pad(
+        stack, [(0, 0)] * (stack.ndim - 2) + [(0, length) for length in missing]
+    )
 
 
 def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -308,7 +331,9 @@ def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype) + jnp.eye(shape[-1], dtype=dtype)
 
 
-def averaged(average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array) -> tuple[Any, jax.Array]:
+def averaged(
+    average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array
+) -> tuple[Any, jax.Array]:
     """Update a bias-corrected running average.
 
     The average is `F <- decay F + (1 - decay) F_new`, divided by the sum of its weights, so the first values are used

@@ -36,7 +36,9 @@ class KroneckerKind(BlockKind):
 
     def cells(self, layer):
         def cell(side, size, cut):
-            remarks = ["diagonal"] * (side in layer.diagonal) + [f"{cut} blocks"] * (cut > 1)
+            remarks = ["diagonal"] * (side in layer.diagonal) + [f"{cut} blocks"] * (
+                cut > 1
+            )
             return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
         return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
@@ -50,13 +52,22 @@ class KroneckerKind(BlockKind):
         if layer.pieces == 1:
             return block
         a, g = (_with_pieces(layer, side, getattr(block, side)) for side in "AG")
-        a, g = jnp.repeat(a[:, None], layer.cut[1], axis=1), jnp.repeat(g[:, :, None], layer.cut[0], axis=2)
+        a, g = (
+            jnp.repeat(a[:, None], layer.cut[1], axis=1),
+            jnp.repeat(g[:, :, None], layer.cut[0], axis=2),
+        )
         return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
 
     def unstack(self, layer, stack):
         if layer.pieces > 1:
-            a, g = (x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:]) for x in (stack.A, stack.G))
-            stack = Kronecker(_without_pieces(layer, "A", a[:, 0]), _without_pieces(layer, "G", g[:, :, 0]))
+            a, g = (
+                x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:])
+                for x in (stack.A, stack.G)
+            )
+            stack = Kronecker(
+                _without_pieces(layer, "A", a[:, 0]),
+                _without_pieces(layer, "G", g[:, :, 0]),
+            )
         return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
 
     def of_gradients(self, shapes, gradients):
@@ -64,9 +75,14 @@ class KroneckerKind(BlockKind):
 
         def side(name, whole, diagonal):
             spec = diagonal if len(shapes[name]) == 1 else whole
-            return jnp.einsum(spec, gradients, gradients, precision=lax.Precision.HIGHEST)
+            return jnp.einsum(
+                spec, gradients, gradients, precision=lax.Precision.HIGHEST
+            )
 
-        return Kronecker(side("A", "kia,kja->kij", "kia,kia->ki"), side("G", "kai,kaj->kij", "kai,kai->ki"))
+        return Kronecker(
+            side("A", "kia,kja->kij", "kia,kia->ki"),
+            side("G", "kai,kaj->kij", "kai,kai->ki"),
+        )
 
     def scaled(self, factors, back=False):
         """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
@@ -81,10 +97,14 @@ class KroneckerKind(BlockKind):
         lead, cut = packed.flat.A.shape[:-2], {}
         for side, count in zip("AG", layer.cut, strict=True):
             if side in layer.diagonal and count > 1:
-                cut[side] = _pieces_of_diagonal(layer, side, getattr(packed.flat, side)[..., 0, :])
+                cut[side] = _pieces_of_diagonal(
+                    layer, side, getattr(packed.flat, side)[..., 0, :]
+                )
         flat = jax.tree.map(fill, dataclasses.replace(packed.flat, **cut))
         # Sides that are not cut lose the axis for pieces.
-        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat)
+        return jax.tree.map(
+            lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat
+        )
 
     def sent(self, shapes, stack):
         return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
@@ -100,7 +120,11 @@ def _with_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
 def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
     """Undo `_with_pieces` for a side that is not packed."""
     (size, *_) = shape = layer.side_shapes[side]
-    return x.reshape(len(x), -1)[:, :size] if side in layer.diagonal else x.reshape(len(x), *shape)
+    return (
+        x.reshape(len(x), -1)[:, :size]
+        if side in layer.diagonal
+        else x.reshape(len(x), *shape)
+    )
 
 
 def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:

@@ -30,7 +30,9 @@ def orthonormal(stack: jax.Array) -> jax.Array:
     matrix products.
     """
     return lax.platform_dependent(
-        stack, cpu=lambda x: lax.linalg.qr(x, full_matrices=False)[0], default=orthonormal_by_products
+        stack,
+        cpu=lambda x: lax.linalg.qr(x, full_matrices=False)[0],
+        default=orthonormal_by_products,
     )
 
 

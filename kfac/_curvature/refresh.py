@@ -37,7 +37,9 @@ class Refreshed(NamedTuple):
     condition: jax.Array
 
 
-def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:
+def refresh(
+    inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array
+) -> Refreshed:
     """Refresh the `wanted` blocks in a stack.
 
     A scan goes over portions of the stack with a fixed number of iterations. If the inverse is `damped`, the second
@@ -53,7 +55,9 @@ def refresh(inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, dampin
       damping: a scalar.
     """
     damping = jnp.asarray(damping, jax.tree.leaves(factors)[0].dtype)
-    arguments = as_varying((kept, factors, wanted, damping), varying_axes((kept, factors, wanted, damping)))
+    arguments = as_varying(
+        (kept, factors, wanted, damping), varying_axes((kept, factors, wanted, damping))
+    )
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
     # With equal portions, the last two portions overlap only little.
     width = -(-len(wanted) // -(-len(wanted) // max(1, TOGETHER // size)))
@@ -67,7 +71,11 @@ def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any
     inverses in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads
     one predicate for a loop as well as for a conditional.
     """
-    return lax.while_loop(lambda now: now[0], lambda now: (now[0] & False, change(now[1])), (needed, stacks))[1]
+    return lax.while_loop(
+        lambda now: now[0],
+        lambda now: (now[0] & False, change(now[1])),
+        (needed, stacks),
+    )[1]
 
 
 def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
@@ -78,7 +86,9 @@ def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
     """
     if width == 1:
         return fn(1, *arguments)
-    return lax.platform_dependent(*arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width))
+    return lax.platform_dependent(
+        *arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width)
+    )
 
 
 def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
@@ -90,19 +100,31 @@ def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
     return in_portions(portion, len(jax.tree.leaves(stacks)[0]), *stacks)
 
 
-def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array) -> Refreshed:
+def _refresh(
+    inverse: Inverse,
+    width: int,
+    kept: Any,
+    factors: Any,
+    wanted: jax.Array,
+    damping: jax.Array,
+) -> Refreshed:
     """Implement `refresh` in portions of `width` blocks."""
     k = len(wanted)
     # If `width` does not divide `k`, the last portion starts earlier. Blocks that are already refreshed are skipped.
     starts = np.minimum(np.arange(0, k, width), k - width)
     dampings = [1.0, RETRY] if inverse.damped else [1.0]
-    turns = np.tile(starts, len(dampings)), np.repeat(np.asarray(dampings, np.float32), len(starts))
+    turns = (
+        np.tile(starts, len(dampings)),
+        np.repeat(np.asarray(dampings, np.float32), len(starts)),
+    )
 
     def turn(progress, now):
         start, more = now
 
         def rows(tree):
-            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
+            return jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, start, width), tree
+            )
 
         # Slice the state before the branch. The branch then has the same kernels for stacks of any length, which are
         # compiled once. Slice the factors inside the branch, where XLA does not copy them.
@@ -111,19 +133,31 @@ def _refresh(inverse: Inverse, width: int, kept: Any, factors: Any, wanted: jax.
 
         def attempt():
             averages = rows(factors)
-            both = inverse.refresh(old[0], averages, more * damping_of_blocks(inverse, averages, damping))
+            both = inverse.refresh(
+                old[0], averages, more * damping_of_blocks(inverse, averages, damping)
+            )
             new, condition = as_varying(both, varying_axes(old))
             usable = unfinished & (condition > 0)
             for leaf in jax.tree.leaves(new):
                 usable &= finite(leaf)
             new = new, condition.astype(old[1].dtype)
-            if width == 1:  # launches no kernel, whereas a selection launches one for each array
+            if (
+                width == 1
+            ):  # launches no kernel, whereas a selection launches one for each array
                 return lax.cond(usable[0], lambda: new, lambda: old)
-            return jax.tree.map(lambda new, old: jnp.where(per_block(usable, old), new, old), new, old)
+            return jax.tree.map(
+                lambda new, old: jnp.where(per_block(usable, old), new, old), new, old
+            )
 
         new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
-        return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0), progress, new), None
+        return jax.tree.map(
+            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0),
+            progress,
+            new,
+        ), None
 
     none = jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)
-    (kept, condition), _ = lax.scan(turn, (kept, as_varying(none, varying_axes(wanted))), turns)
+    (kept, condition), _ = lax.scan(
+        turn, (kept, as_varying(none, varying_axes(wanted))), turns
+    )
     return Refreshed(kept, condition > 0, condition)

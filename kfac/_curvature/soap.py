@@ -69,7 +69,9 @@ class Soap(Inverse):
     takes_gradients: ClassVar[bool] = True
     relative_damping: ClassVar[float] = 1e-4
     products: ClassVar[int] = 2
-    flops: ClassVar[float] = 14 / 3  # a product and a QR factorisation (Golub & Van Loan 2013, section 5.2)
+    flops: ClassVar[float] = (
+        14 / 3
+    )  # a product and a QR factorisation (Golub & Van Loan 2013, section 5.2)
 
     def __post_init__(self):
         """Check the arguments."""
@@ -79,9 +81,14 @@ class Soap(Inverse):
     def init(self, factors):
         """Return identities as eigenvectors, and zero moments."""
         zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
-        sides = [None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None) for x in (factors.A, factors.G)]
+        sides = [
+            None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None)
+            for x in (factors.A, factors.G)
+        ]
         # Separate arrays, so that each can be donated.
-        return Kronecker(sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], jnp.zeros_like(zeros)))
+        return Kronecker(
+            sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], jnp.zeros_like(zeros))
+        )
 
     def refresh(self, kept, factors, damping):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
@@ -89,35 +96,65 @@ class Soap(Inverse):
         average, new = kept.moments.average, Kronecker(a.basis, g.basis)
         for axis, order in (1, a.order), (2, g.order):
             if order is not None:
-                average = jnp.take_along_axis(average, jnp.expand_dims(order, 3 - axis), axis, mode="promise_in_bounds")
-        trace = between_bases(kept.moments.trace, Kronecker(kept.G, kept.A), Kronecker(g.basis, a.basis), turn)
+                average = jnp.take_along_axis(
+                    average,
+                    jnp.expand_dims(order, 3 - axis),
+                    axis,
+                    mode="promise_in_bounds",
+                )
+        trace = between_bases(
+            kept.moments.trace,
+            Kronecker(kept.G, kept.A),
+            Kronecker(g.basis, a.basis),
+            turn,
+        )
         moments = kept.moments._replace(average=average, trace=trace)
-        return dataclasses.replace(new, moments=moments), condition_of(a.ends, g.ends, damping)
+        return dataclasses.replace(new, moments=moments), condition_of(
+            a.ends, g.ends, damping
+        )
 
     def advance(self, kept, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
         new, old = self._turned(kept, matrices, back=False), kept.moments
-        average, weight = averaged(old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready)
+        average, weight = averaged(
+            old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready
+        )
         trace, ahead = momentum.moved(old.trace, new)
-        scaled = jnp.where(per_block(ready, ahead), self._scaled(average, ahead, damping), ahead)
+        scaled = jnp.where(
+            per_block(ready, ahead), self._scaled(average, ahead, damping), ahead
+        )
         moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
         angle = cosine(self._scaled(old.average, old.trace, damping), new)
-        return dataclasses.replace(kept, moments=Adam(average, weight, trace)), moved, angle
+        return (
+            dataclasses.replace(kept, moments=Adam(average, weight, trace)),
+            moved,
+            angle,
+        )
 
     def apply(self, kept, matrices, damping):
         """Divide the gradients by the root of the moments in the eigenbasis."""
-        scaled = self._scaled(kept.moments.average, self._turned(kept, matrices.mT, back=False), damping)
+        scaled = self._scaled(
+            kept.moments.average, self._turned(kept, matrices.mT, back=False), damping
+        )
         return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
 
     def _scaled(self, average, matrices, damping):
-        least = jnp.finfo(average.dtype).tiny  # for blocks with zero gradients for long, or from the start
+        least = jnp.finfo(
+            average.dtype
+        ).tiny  # for blocks with zero gradients for long, or from the start
         mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
-        damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan).astype(average.dtype)
+        damping = jnp.where(
+            damping > 0, jnp.maximum(damping * mean, least), jnp.nan
+        ).astype(average.dtype)
         return matrices / jnp.sqrt(average + damping)
 
     def _turned(self, kept, matrices, *, back):
         # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
-        basis = Kronecker(*jax.tree.map(lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.G, kept.A)))
+        basis = Kronecker(
+            *jax.tree.map(
+                lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.G, kept.A)
+            )
+        )
         return rotate(matrices, basis, self.precision, back=back)
 
 
@@ -150,5 +187,7 @@ def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
     along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
     mean = per_block(jnp.mean(along, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
-    image = jnp.take_along_axis(image, order[:, None, :], axis=2, mode="promise_in_bounds")
+    image = jnp.take_along_axis(
+        image, order[:, None, :], axis=2, mode="promise_in_bounds"
+    )
     return Followed(Eigen(orthonormal(image), None), (along[:, -1], along[:, 0]), order)

@@ -22,12 +22,16 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Return identities shaped like the statistics."""
-        return Channels(identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self)
+        return Channels(
+            identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self
+        )
 
     def refresh(self, kept, factors, damping):
         """Invert all channels in closed form."""
         blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
-        inverse, condition, definite = (_inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2)(blocks, amount)
+        inverse, condition, definite = (
+            _inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2
+        )(blocks, amount)
         usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
         worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
         return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), worst
@@ -35,9 +39,13 @@ class ChannelInverse(Inverse):
     def spectrum(self, kept, factors, damping):
         """Decompose each channel."""
         values, vectors = jnp.linalg.eigh(factors.F)
-        values = jnp.maximum(values, 0)  # rounding can make eigenvalues of a second moment negative
+        values = jnp.maximum(
+            values, 0
+        )  # rounding can make eigenvalues of a second moment negative
         ones = jnp.ones_like(values[..., :1])
-        return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[:, None, None, None]
+        return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[
+            :, None, None, None
+        ]
 
     def apply(self, kept, matrices, damping):
         """Multiply each channel by its inverse, in float32 or better."""
@@ -45,26 +53,41 @@ class ChannelInverse(Inverse):
         return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
-def _inverse_1x1(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _inverse_1x1(
+    f: jax.Array, damping: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     value = f[..., 0, 0] + damping
     return (1 / value)[..., None, None], value / value, value > 0
 
 
-def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _inverse_2x2(
+    f: jax.Array, damping: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the inverse and the condition number of each damped 2x2 block, and whether it is positive definite.
 
     If the block is a second moment, the determinant is a sum of non-negative terms, so it cannot cancel to zero.
     """
     # Divide by the larger diagonal entry, because products of large second moments overflow.
     scale = jnp.maximum(f[..., 0, 0], f[..., 1, 1]) + damping
-    a, b, d, shift = f[..., 0, 0] / scale, f[..., 0, 1] / scale, f[..., 1, 1] / scale, damping / scale
+    a, b, d, shift = (
+        f[..., 0, 0] / scale,
+        f[..., 0, 1] / scale,
+        f[..., 1, 1] / scale,
+        damping / scale,
+    )
     # A second moment has |b| <= sqrt(a d), but rounding in its sums can exceed this bound slightly. If a block exceeds
     # the bound by more, it is indefinite, and only damping can make it positive definite.
     limit = jnp.sqrt(jnp.maximum(a, 0)) * jnp.sqrt(jnp.maximum(d, 0))
-    moment = (jnp.minimum(a, d) >= 0) & (jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit)
+    moment = (jnp.minimum(a, d) >= 0) & (
+        jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit
+    )
     b = jnp.where(moment, jnp.clip(b, -limit, limit), b)
     minor = a * d - b * b
-    determinant = jnp.where(moment, jnp.maximum(minor, 0), minor) + shift * (a + d) + shift * shift
+    determinant = (
+        jnp.where(moment, jnp.maximum(minor, 0), minor)
+        + shift * (a + d)
+        + shift * shift
+    )
     rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
     inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
@@ -77,7 +100,9 @@ def _inverse_2x2(f: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array
 class Channels(Unitwise):
     """The state of `ChannelInverse`: the inverses, and the `ChannelInverse` that computed them."""
 
-    inverse: ChannelInverse = dataclasses.field(default=ChannelInverse(), metadata={"static": True})
+    inverse: ChannelInverse = dataclasses.field(
+        default=ChannelInverse(), metadata={"static": True}
+    )
 
 
 class UnitwiseKind(BlockKind):

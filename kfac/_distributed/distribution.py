@@ -10,7 +10,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kfac._checks import check_axis_name, check_type
 from kfac._distributed.ways import Way
-from kfac._varying import AxisName, axis_names, axis_size, device_axes, mesh_of, varying_axes
+from kfac._varying import (
+    AxisName,
+    axis_names,
+    axis_size,
+    device_axes,
+    mesh_of,
+    varying_axes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +59,12 @@ class Distribution:
             check_type("mesh", self.mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
             axes = self.mesh.axis_names
             if not set(axis_names(self.axis_name)) <= set(axes):
-                raise ValueError(f"axis_name must be among the axes of mesh, {axes}, but is {self.axis_name!r}")
-        if self.axis is not None and not set(axis_names(self.owners)) <= set(axis_names(self.axis)):
+                raise ValueError(
+                    f"axis_name must be among the axes of mesh, {axes}, but is {self.axis_name!r}"
+                )
+        if self.axis is not None and not set(axis_names(self.owners)) <= set(
+            axis_names(self.axis)
+        ):
             raise ValueError(
                 f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "
                 "axes in axis_name=, and in owners= those that blocks are spread over"
@@ -101,4 +112,6 @@ class Distribution:
 
 def check_distribution(value: Any) -> None:
     """Raise if a value is neither a `Distribution` nor None."""
-    check_type("distribution", value, Distribution | None, "a kfac.Distribution or None")
+    check_type(
+        "distribution", value, Distribution | None, "a kfac.Distribution or None"
+    )

@@ -19,7 +19,9 @@ REFRESH_PRICE = 8.0
 LONGEST = 16  # the upper bound of `affordable`, because longer intervals have not been tried on many networks
 
 
-def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int) -> int | jax.Array:
+def affordable(
+    layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int
+) -> int | jax.Array:
     """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
 
     The interval never exceeds `LONGEST`. It does not depend on the number of devices, because devices share refreshes
@@ -34,13 +36,19 @@ def affordable(layers: Layers, inverse: Inverse, cost: float | jax.Array, share:
     Returns:
       The interval in steps: an array if `cost` is an array, otherwise an `int`.
     """
-    interval = sum(work_of_layers(layers, inverse, share).values()) / (work_of_gradients(layers) or math.inf) / cost
+    interval = (
+        sum(work_of_layers(layers, inverse, share).values())
+        / (work_of_gradients(layers) or math.inf)
+        / cost
+    )
     if isinstance(cost, jax.Array):  # from `optax.inject_hyperparams`
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 
 
-def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -> dict[str, float]:
+def prices_of_layers(
+    layers: Layers, inverse: Inverse, every: int, share: int
+) -> dict[str, float]:
     """Return the cost of each layer's curvature in a mean step, as a fraction of the whole gradient's work.
 
     Args:
@@ -60,7 +68,12 @@ def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -
     def price(layer: Layer) -> float:
         products = 0.0
         if layer.kind in KRONECKER_KINDS:
-            products = inverse.products * layer.copies * layer.pieces * applied(layer.block_shapes)
+            products = (
+                inverse.products
+                * layer.copies
+                * layer.pieces
+                * applied(layer.block_shapes)
+            )
         return (seldom[layer.name] / every + products) / gradients
 
     return {layer.name: price(layer) for layer in layers if layer.name in seldom}
@@ -68,7 +81,11 @@ def prices_of_layers(layers: Layers, inverse: Inverse, every: int, share: int) -
 
 def work_of_gradients(layers: Layers) -> float:
     """Return the FLOPs of a batch's gradient, forward pass included: three times the forward products."""
-    return 3 * (layers.num_examples or 0) * sum(products_of(x) for x in layers if x.positions is not None)
+    return (
+        3
+        * (layers.num_examples or 0)
+        * sum(products_of(x) for x in layers if x.positions is not None)
+    )
 
 
 def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, float]:
@@ -77,10 +94,13 @@ def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, fl
     Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
     refresh's FLOP counts `REFRESH_PRICE` times, on CPUs `REFRESH_PRICE_ON_CPUS` times.
     """
-    price = inverse.flops * (REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE)
+    price = inverse.flops * (
+        REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE
+    )
     examples = (layers.num_examples or 0) / share
     return {
-        layer.name: examples * (statistics_of(layer) + 2 * products_of(layer)) + price * layer.copies * layer.inversion
+        layer.name: examples * (statistics_of(layer) + 2 * products_of(layer))
+        + price * layer.copies * layer.inversion
         for layer in layers
         if layer.positions is not None
     }
@@ -114,5 +134,9 @@ def statistics_of(layer: Layer) -> float:
     """Return the FLOPs to form a layer's factors `A` and `G` for an example. Diagonal factors count as 0."""
     if layer.kind not in KRONECKER_KINDS or layer.positions is None:
         return 0.0
-    entries = sum(math.prod(shape) for name, shape in layer.side_shapes.items() if name not in layer.diagonal)
+    entries = sum(
+        math.prod(shape)
+        for name, shape in layer.side_shapes.items()
+        if name not in layer.diagonal
+    )
     return 2.0 * layer.positions * layer.copies * entries

@@ -57,7 +57,10 @@ class Shard:
     def places(self) -> np.ndarray:
         """Each block's slot, `[blocks]`."""
         locations = [self.location(block) for block in range(self.blocks)]
-        return np.array([device * self.positions + position for device, position in locations], np.int32)
+        return np.array(
+            [device * self.positions + position for device, position in locations],
+            np.int32,
+        )
 
     @property
     def order(self) -> np.ndarray:
@@ -69,7 +72,9 @@ class Shard:
     @property
     def held(self) -> np.ndarray:
         """Whether each slot holds a block, `[devices, positions]`."""
-        return np.isin(np.arange(self.devices * self.positions), self.places).reshape(self.devices, -1)
+        return np.isin(np.arange(self.devices * self.positions), self.places).reshape(
+            self.devices, -1
+        )
 
 
 class Cost(NamedTuple):
@@ -96,13 +101,19 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) ->
       blocks: number of blocks.
       shapes: the factors' shapes: `(n, n)`, or `(n,)` for a diagonal.
     """
-    work = sum(shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values())
+    work = sum(
+        shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values()
+    )
     return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()))
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
     """Return the costs of the groups whose blocks have owners."""
-    return [block_cost(group.name, group.size, group.shapes) for group in groups if group.owned]
+    return [
+        block_cost(group.name, group.size, group.shapes)
+        for group in groups
+        if group.owned
+    ]
 
 
 def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:

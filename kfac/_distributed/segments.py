@@ -46,7 +46,10 @@ class Segments:
     @property
     def pieces(self) -> dict[int, int]:
         """By owner: the length of the pieces into which the rest of its segment is split."""
-        return {d: -(-max(0, length - self.direct) // self.devices) for d, length in self.lengths.items()}
+        return {
+            d: -(-max(0, length - self.direct) // self.devices)
+            for d, length in self.lengths.items()
+        }
 
     @property
     def room(self) -> int:
@@ -78,7 +81,9 @@ def lay_end_to_end(
     """
     lengths: collections.Counter[int] = collections.Counter()
     starts = {}
-    for name, size in sorted(sizes.items()):  # sorted, because `jit` reorders the groups in a state
+    for name, size in sorted(
+        sizes.items()
+    ):  # sorted, because `jit` reorders the groups in a state
         if shards[name].owners:
             starts[name] = {device: lengths[device] for device in shards[name].owners}
             lengths.update(dict.fromkeys(shards[name].owners, size))
@@ -94,10 +99,16 @@ def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segm
     """
     devices = next(iter(shards.values())).devices
     starts, lengths = lay_end_to_end(shards, sizes)
-    shortest, longest = (0, 0) if len(lengths) < devices else (min(lengths.values()), max(lengths.values()))
+    shortest, longest = (
+        (0, 0)
+        if len(lengths) < devices
+        else (min(lengths.values()), max(lengths.values()))
+    )
     total = sum(shards[name].blocks * size for name, size in sizes.items())
     filled = devices * longest - lengths.total()
-    return Segments(devices, starts, dict(lengths), longest if filled <= FILL * total else shortest)
+    return Segments(
+        devices, starts, dict(lengths), longest if filled <= FILL * total else shortest
+    )
 
 
 def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:

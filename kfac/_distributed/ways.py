@@ -12,7 +12,12 @@ import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._distributed.collectives import Shards, Stacks, gather_from_owners, means_to_owners
+from kfac._distributed.collectives import (
+    Shards,
+    Stacks,
+    gather_from_owners,
+    means_to_owners,
+)
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Statistics
@@ -57,7 +62,11 @@ class Way:
 
     def owns(self, shard: Shard) -> jax.Array:
         """Return for each position whether this device owns a block there, `[positions]`."""
-        return jnp.ones(shard.positions, bool) if shard.held.all() else self._row(shard.held)
+        return (
+            jnp.ones(shard.positions, bool)
+            if shard.held.all()
+            else self._row(shard.held)
+        )
 
     def take(self, stacks: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
         """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
@@ -68,9 +77,14 @@ class Way:
 
         def taken(name, stack):
             index = self._row(shards[name].order.reshape(shards[name].devices, -1))
-            return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), stack)
+            return jax.tree.map(
+                lambda x: x.at[index].get(mode="promise_in_bounds"), stack
+            )
 
-        return {name: taken(name, x) if self.owners and name in shards else x for name, x in stacks.items()}
+        return {
+            name: taken(name, x) if self.owners and name in shards else x
+            for name, x in stacks.items()
+        }
 
     def _row(self, table: np.ndarray) -> jax.Array:
         """Return this device's row of a table `[devices, ...]`."""
@@ -78,21 +92,38 @@ class Way:
 
     def gather(self, own: Stacks, shards: Shards) -> dict[str, jax.Array]:
         """Undo `take`: gather all blocks on all devices."""
-        return gather_from_owners(own, shards, self.owners) if self.owners else dict(own)
+        return (
+            gather_from_owners(own, shards, self.owners) if self.owners else dict(own)
+        )
 
-    def means(self, stacks: Stacks, shards: Shards, parts: int = 1) -> dict[str, jax.Array]:
+    def means(
+        self, stacks: Stacks, shards: Shards, parts: int = 1
+    ) -> dict[str, jax.Array]:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
         The mean is sent in `parts` messages. With several messages, the first can overlap with the backward pass.
         """
         if not self.owners:
             return self.mean(dict(stacks))
-        return means_to_owners(stacks, shards, self.owners, parts, tuple(x for x in self.axes if x not in self.owners))
+        return means_to_owners(
+            stacks,
+            shards,
+            self.owners,
+            parts,
+            tuple(x for x in self.axes if x not in self.owners),
+        )
 
-    def statistics(self, stacks: Mapping[str, Statistics], shards: Shards) -> dict[str, Statistics]:
+    def statistics(
+        self, stacks: Mapping[str, Statistics], shards: Shards
+    ) -> dict[str, Statistics]:
         """Apply `means` to statistics."""
-        received = self.means({name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS)
-        wide = {n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack) for n, stack in stacks.items()}
+        received = self.means(
+            {name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS
+        )
+        wide = {
+            n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack)
+            for n, stack in stacks.items()
+        }
         return {name: unflatten(received[name], like) for name, like in wide.items()}
 
     def mean(self, tree: Any) -> Any:
@@ -100,7 +131,11 @@ class Way:
         if self.alone or not jax.tree.leaves(tree):
             return tree
         flat, unravel = ravel_pytree(tree)
-        return unravel(lax.pmean(as_varying(flat, varying_axes(lax.axis_index(self.axes))), self.axes))
+        return unravel(
+            lax.pmean(
+                as_varying(flat, varying_axes(lax.axis_index(self.axes))), self.axes
+            )
+        )
 
     def total(self, x: jax.Array) -> jax.Array:
         """Sum an array over the owners' axes. Each device has computed its array from its own blocks."""
@@ -115,7 +150,13 @@ class Way:
         return self._over_owners(lax.pmin, flag.astype(jnp.int32)) > 0
 
     def _over_owners(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        return reduce(as_varying(x, varying_axes(lax.axis_index(self.owners))), self.owners) if self.owners else x
+        return (
+            reduce(
+                as_varying(x, varying_axes(lax.axis_index(self.owners))), self.owners
+            )
+            if self.owners
+            else x
+        )
 
     def check(self, what: str, tree: Any) -> None:
         """Raise if arrays vary over bound axes that are not among `axes`, as far as `shard_map` tracks this."""
@@ -123,13 +164,17 @@ class Way:
         if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
             where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
             names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
-            raise ValueError(f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}")
+            raise ValueError(
+                f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}"
+            )
 
 
 def check_alike(params: Any) -> None:
     """Raise if parameters vary between devices, as far as `shard_map` tracks this."""
     if differing := sorted(varying_axes(params)):
-        raise ValueError(f"params differ between the devices of {differing}: {SPLIT_BY_HAND}")
+        raise ValueError(
+            f"params differ between the devices of {differing}: {SPLIT_BY_HAND}"
+        )
 
 
 SPLIT_BY_HAND = (

@@ -42,14 +42,23 @@ def fitted(
         state = made(visible).init(params)
         if visible is layers:
             return state
-        return on_states(lambda x: x._replace(settings=dataclasses.replace(x.settings, found=layers)), state)
+        return on_states(
+            lambda x: x._replace(
+                settings=dataclasses.replace(x.settings, found=layers)
+            ),
+            state,
+        )
 
     def update(updates, state, params=None, **extra):
         if isinstance(updates, Factors):
-            raise ValueError(f"updates are statistics, where gradients belong: {HOW_TO_OBSERVE}")
+            raise ValueError(
+                f"updates are statistics, where gradients belong: {HOW_TO_OBSERVE}"
+            )
         if "factors" in extra:
             raise TypeError(f"update takes no factors: call {HOW_TO_OBSERVE} before it")
-        return made(_without_hidden(layers, updates)).update(updates, state, params, **extra)
+        return made(_without_hidden(layers, updates)).update(
+            updates, state, params, **extra
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -64,12 +73,18 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
     leaves = leaves_by_path(tree)
 
     def parts(layer: Layer) -> list[Layer]:
-        if not layer.has_bias or [path in leaves for path in layer.params] != [True, False]:
+        if not layer.has_bias or [path in leaves for path in layer.params] != [
+            True,
+            False,
+        ]:
             return [layer]
         # Remove the homogeneous 1, the last row and column of `A`. If `A` is cut into blocks, keep `d_in`, so that
         # the blocks keep their shape: the last block then has zeros in place of the 1.
         kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
-        return [kernel, Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:])]
+        return [
+            kernel,
+            Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:]),
+        ]
 
     blocks = [part for layer in layers for part in parts(layer)]
     if len(blocks) == len(layers):

@@ -16,7 +16,14 @@ from kfac._curvature.refresh import one_by_one
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._optimizer.reshard import some_states
-from kfac._optimizer.state import AdaptiveDampingState, KfacState, check_groups, find_nodes, find_state, pure
+from kfac._optimizer.state import (
+    AdaptiveDampingState,
+    KfacState,
+    check_groups,
+    find_nodes,
+    find_state,
+    pure,
+)
 
 
 def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
@@ -80,7 +87,10 @@ def statistics_due(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: `opt_state` holds no such state.
     """
-    flags = [jnp.ravel(pure(state.due))[0].astype(bool) for state in some_states(opt_state, "opt_state")]
+    flags = [
+        jnp.ravel(pure(state.due))[0].astype(bool)
+        for state in some_states(opt_state, "opt_state")
+    ]
     return functools.reduce(jnp.logical_or, flags)
 
 
@@ -110,8 +120,13 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     check_layers(layers)
     if isinstance(source, Factors):
         check_factors(source, layers)
-        blocks: dict[str, Any] = {layer.name: source[layer.name] for layer in layers if layer.correctable}
-        return {name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G)) for name, block in blocks.items()}
+        blocks: dict[str, Any] = {
+            layer.name: source[layer.name] for layer in layers if layer.correctable
+        }
+        return {
+            name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G))
+            for name, block in blocks.items()
+        }
     state = find_state(source, "source")
     groups = group_layers(layers)
     check_groups(groups, state)
@@ -125,12 +140,18 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
                 f"source must be a state with inverse=kfac.Ekfac(), but is one with {state.settings.inverse!r}"
             )
         if vectors.A.shape[0] != group.size:
-            raise ValueError("source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it")
-        parts = [(layer, part) for layer, part in group.split(vectors) if layer.correctable]
+            raise ValueError(
+                "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
+            )
+        parts = [
+            (layer, part) for layer, part in group.split(vectors) if layer.correctable
+        ]
         basis |= {layer.name: group.block.unstack(layer, part) for layer, part in parts}
     return basis
 
 
 def _eigenvectors(factor: jax.Array) -> jax.Array:
     matrices = factor.reshape(-1, *factor.shape[-2:])
-    return one_by_one(lambda x: lax.linalg.eigh(x.mT, symmetrize_input=False)[0], matrices).reshape(factor.shape)
+    return one_by_one(
+        lambda x: lax.linalg.eigh(x.mT, symmetrize_input=False)[0], matrices
+    ).reshape(factor.shape)

@@ -132,13 +132,27 @@ def kfac(
     spectral = step_norm is not None
     check_layers(layers)
     inverse, every, _ = chosen(
-        layers, step_norm=step_norm, inverse=inverse, cost=cost, statistics_fraction=statistics_fraction
+        layers,
+        step_norm=step_norm,
+        inverse=inverse,
+        cost=cost,
+        statistics_fraction=statistics_fraction,
     )
-    damping = (inverse.relative_damping if spectral else 1e-3) if damping is None else damping
+    damping = (
+        (inverse.relative_damping if spectral else 1e-3) if damping is None else damping
+    )
     inverse = dataclasses.replace(inverse, relative=True) if spectral else inverse
-    inverse_every = every if isinstance(inverse_every, str) and inverse_every == "auto" else inverse_every
+    inverse_every = (
+        every
+        if isinstance(inverse_every, str) and inverse_every == "auto"
+        else inverse_every
+    )
     nesterov = momentum is not None if nesterov is None else nesterov
-    adaptive_layer_rates = (spectral and momentum is not None) if adaptive_layer_rates is None else adaptive_layer_rates
+    adaptive_layer_rates = (
+        (spectral and momentum is not None)
+        if adaptive_layer_rates is None
+        else adaptive_layer_rates
+    )
     check(adaptive_layer_rates=adaptive_layer_rates)
     check_given(layer_multipliers=layer_multipliers)
     if layer_multipliers is not None and layers.paths:
@@ -163,12 +177,24 @@ def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, flo
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
     """
     found: dict[str, float] = {}
-    leaves = {path: layer.params[0] for layer in layers.with_blocks for path in layer.params}
+    leaves = {
+        path: layer.params[0] for layer in layers.with_blocks for path in layer.params
+    }
     with_block = set(map(layers.paths.index, leaves))
     for pattern, factor in multipliers.items():
-        named = matching("layer_multipliers", [pattern], [*layers.paths], with_block, "parameter with a block")
-        if not (new := {leaves[layers.paths[k]] for k in named & with_block} - found.keys()):
-            raise ValueError(f"layer_multipliers: {pattern!r} has no effect: all its layers match keys before it")
+        named = matching(
+            "layer_multipliers",
+            [pattern],
+            [*layers.paths],
+            with_block,
+            "parameter with a block",
+        )
+        if not (
+            new := {leaves[layers.paths[k]] for k in named & with_block} - found.keys()
+        ):
+            raise ValueError(
+                f"layer_multipliers: {pattern!r} has no effect: all its layers match keys before it"
+            )
         found |= dict.fromkeys(new, float(factor))
     return found
 
@@ -203,14 +229,18 @@ def chosen(
     Raises:
       ValueError: an argument is out of range, or `cost` is not its default with `step_norm=None`.
     """
-    inverse = (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
+    inverse = (
+        (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
+    )
     check_inverse(inverse)
     check(cost=cost)
     share = statistics_share(layers, inverse, statistics_fraction)
     if step_norm is not None:
         return Chosen(inverse, affordable(layers, inverse, cost, share), share)
     if not isinstance(cost, jax.core.Tracer) and cost != COST:
-        raise ValueError(f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out")
+        raise ValueError(
+            f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out"
+        )
     return Chosen(inverse, 1, share)
 
 
@@ -223,12 +253,19 @@ def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -
     if fraction is not None:
         return check_fraction("statistics_fraction", fraction)
     # Shared arrays in the batch may refer to examples by position, like the edges of a graph.
-    enough = layers.batch_argnums and not layers.shared and (layers.num_examples or 0) >= 64
+    enough = (
+        layers.batch_argnums and not layers.shared and (layers.num_examples or 0) >= 64
+    )
     return 4 if isinstance(inverse, Soap) and enough else 1
 
 
 def assemble(
-    layers: Layers, moves: Moves, *, weight_decay: Any, weight_decay_mask: Any, **preconditioner: Any
+    layers: Layers,
+    moves: Moves,
+    *,
+    weight_decay: Any,
+    weight_decay_mask: Any,
+    **preconditioner: Any,
 ) -> Optimizer:
     """Return the optimizer: the preconditioner and `moves`, then weight decay and the learning rate.
 
@@ -248,15 +285,26 @@ def assemble(
 
     def build(layers):
         parts: list[Any] = []
-        if moves.momentum is not None and any(layer.kind == "skipped" for layer in layers):
-            parts.append(momentum_beside_blocks(layers, moves.momentum, moves.nesterov, before))
+        if moves.momentum is not None and any(
+            layer.kind == "skipped" for layer in layers
+        ):
+            parts.append(
+                momentum_beside_blocks(layers, moves.momentum, moves.nesterov, before)
+            )
         if weight_decay is not None:
             # With `rate_in_momentum` the step already contains the negative learning rate.
-            decay = weight_decay if before is None else lambda n: -value_at(before, n) * value_at(weight_decay, n)
+            decay = (
+                weight_decay
+                if before is None
+                else lambda n: -value_at(before, n) * value_at(weight_decay, n)
+            )
             parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
         if before is None:
             parts.append(optax.scale_by_learning_rate(moves.learning_rate))
-        return _followed_by(precondition_and_move(layers, moves, options), optax.chain(*(parts or [optax.identity()])))
+        return _followed_by(
+            precondition_and_move(layers, moves, options),
+            optax.chain(*(parts or [optax.identity()])),
+        )
 
     return fitted(layers, build)
 
@@ -272,22 +320,33 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
     def update(updates, state, params=None, **extra):
         extra["count"] = find_state(state, "opt_state").count
         if isinstance(state, KfacState):
-            raise ValueError("opt_state is of scale_by_kfac alone: pass what init of this optimizer returned")
+            raise ValueError(
+                "opt_state is of scale_by_kfac alone: pass what init of this optimizer returned"
+            )
         preconditioned, first = tx.update(updates, state[0], params, **extra)
         moved, second = rest.update(preconditioned, state[1], params, **extra)
         # A rejected step changes no parameters, momentum or schedule counts. This is a selection instead of a
         # `lax.cond`, because XLA fuses selections into the neighbouring arithmetic.
         taken = ~find_state(first, "state").refused
-        second = jax.tree.map(lambda new, old: jnp.where(taken, new, old), second, state[1])
+        second = jax.tree.map(
+            lambda new, old: jnp.where(taken, new, old), second, state[1]
+        )
         # `rest` multiplies by scalars and parameters that may be wider than the gradients.
-        moved = jax.tree.map(lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype), moved, updates)
+        moved = jax.tree.map(
+            lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype),
+            moved,
+            updates,
+        )
         return moved, (first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def momentum_beside_blocks(
-    layers: Layers, decay: ScalarOrSchedule, nesterov: bool, rate: ScalarOrSchedule | None
+    layers: Layers,
+    decay: ScalarOrSchedule,
+    nesterov: bool,
+    rate: ScalarOrSchedule | None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better.
 
@@ -297,22 +356,44 @@ def momentum_beside_blocks(
       nesterov: whether to use Nesterov momentum.
       rate: the learning rate, if its negative multiplies the gradients before the momentum; otherwise None.
     """
-    skipped = [layer for layer in layers if layer.kind == "skipped" and layer.note != UNREACHED]
-    chosen = {path: shape for layer in skipped for path, shape in zip(layer.params, layer.shapes, strict=True)}
+    skipped = [
+        layer for layer in layers if layer.kind == "skipped" and layer.note != UNREACHED
+    ]
+    chosen = {
+        path: shape
+        for layer in skipped
+        for path, shape in zip(layer.params, layer.shapes, strict=True)
+    }
 
     def init(params):
-        leaves = {path: leaf for path, leaf in leaves_by_path(params).items() if path in chosen}
-        if not jax.tree.leaves(params):  # `optax.tree.map_params` passes a placeholder without leaves
+        leaves = {
+            path: leaf
+            for path, leaf in leaves_by_path(params).items()
+            if path in chosen
+        }
+        if not jax.tree.leaves(
+            params
+        ):  # `optax.tree.map_params` passes a placeholder without leaves
             leaves = {path: jnp.zeros(shape) for path, shape in chosen.items()}
-        return optax.TraceState({path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()})
+        return optax.TraceState(
+            {path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()}
+        )
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
         factor = 1 if rate is None else -value_at(rate, count)
-        leaves = {path: leaf for path, leaf in leaves_by_path(updates).items() if path in state.trace}
-        leaves = {path: (factor * leaf).astype(_wide(leaf)) for path, leaf in leaves.items()}
+        leaves = {
+            path: leaf
+            for path, leaf in leaves_by_path(updates).items()
+            if path in state.trace
+        }
+        leaves = {
+            path: (factor * leaf).astype(_wide(leaf)) for path, leaf in leaves.items()
+        }
         present = optax.TraceState({path: state.trace[path] for path in leaves})
-        moved, present = optax.trace(value_at(decay, count), nesterov).update(leaves, present)
+        moved, present = optax.trace(value_at(decay, count), nesterov).update(
+            leaves, present
+        )
         new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
         return new, optax.TraceState(state.trace | present.trace)
 

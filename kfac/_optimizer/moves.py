@@ -61,7 +61,9 @@ class Moves:
         given = (self.trust_ratio, self.kl_clip)
         coefficient, limit = (None if x is None else value_at(x, count) for x in given)
         decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return Now(damping, limit, value_at(self.learning_rate, count), decay, coefficient)
+        return Now(
+            damping, limit, value_at(self.learning_rate, count), decay, coefficient
+        )
 
     def needs_params(self, group: Group) -> bool:
         """Return whether the step lengths of a group depend on its parameters."""
@@ -114,7 +116,9 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
     """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
     length = rate * rate * product
     # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
-    return jnp.where(length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0)
+    return jnp.where(
+        length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0
+    )
 
 
 # A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
@@ -139,7 +143,9 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
       full: whether rates may grow: the learning rate does not rise and is at least half of its maximum so far. At
         smaller learning rates steps are short, and say nothing about the rate that fits a full learning rate.
     """
-    beyond = jnp.minimum(angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0))
+    beyond = jnp.minimum(
+        angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0)
+    )
     new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
     return jnp.clip(new, 1, FASTEST).astype(rate.dtype)
 
@@ -175,10 +181,20 @@ def find_kernels(group: Group, moves: Moves) -> Kernels:
     """Return the `Kernels` of a group's blocks."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.block.kernel and not (moves.step_norm is not None and layer.kind == "embedding")
+        kernel = group.block.kernel and not (
+            moves.step_norm is not None and layer.kind == "embedding"
+        )
         each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
-        width = np.resize(np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count)
-        parts.append((np.full(count, kernel * rows * layer.d_out), width, np.full(count, moves.length(layer, kernel))))
+        width = np.resize(
+            np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count
+        )
+        parts.append(
+            (
+                np.full(count, kernel * rows * layer.d_out),
+                width,
+                np.full(count, moves.length(layer, kernel)),
+            )
+        )
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -205,10 +221,14 @@ class Stack(NamedTuple):
     @property
     def inside(self) -> jax.Array:
         """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
-        return jnp.arange(self.updates.shape[1])[:, None] < per_block(self.kernels.width, self.updates)
+        return jnp.arange(self.updates.shape[1])[:, None] < per_block(
+            self.kernels.width, self.updates
+        )
 
 
-def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> dict[str, jax.Array]:
+def lengthened(
+    stacks: Mapping[str, Stack], coefficient: jax.Array | None
+) -> dict[str, jax.Array]:
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
@@ -231,22 +251,33 @@ def lengthened(stacks: Mapping[str, Stack], coefficient: jax.Array | None) -> di
       The steps, `[k, d_in, d_out]` for each group.
     """
     steps = {name: x.updates for name, x in stacks.items()}
-    chosen = {name: x for name, x in stacks.items() if coefficient is None or x.params is not None}
+    chosen = {
+        name: x
+        for name, x in stacks.items()
+        if coefficient is None or x.params is not None
+    }
     if not chosen:
         return steps
     sums = {name: _sums(x) for name, x in chosen.items()}
     sizes = [len(x.uu) for x in sums.values()]
     # Join all groups' sums in one vector, so that each operation compiles to a single device kernel.
     joined = BlockSums(*map(jnp.concatenate, zip(*sums.values(), strict=True)))
-    parts = [jnp.split(x, np.cumsum(sizes)[:-1]) for x in (_radial(joined), _ratio_beside_kernels(joined))]
+    parts = [
+        jnp.split(x, np.cumsum(sizes)[:-1])
+        for x in (_radial(joined), _ratio_beside_kernels(joined))
+    ]
     for (name, x), radial, ratio in zip(chosen.items(), *parts, strict=True):
         u = x.updates
         if x.params is None:
-            steps[name] = u * (ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u))
+            steps[name] = u * (
+                ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
+            )
             continue
         u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
         if coefficient is None:
-            ratio = jnp.where(x.kernels.size > 0, _spectral_ratio(x, u, sums[name]), ratio)
+            ratio = jnp.where(
+                x.kernels.size > 0, _spectral_ratio(x, u, sums[name]), ratio
+            )
             steps[name] = u * per_block(ratio, u)
         else:
             ratio = _trust_ratio(x, u, sums[name], coefficient)
@@ -286,7 +317,9 @@ def _sums(x: Stack) -> BlockSums:
     u, g = x.updates, x.gradients
     first_axis = 2 if x.by_row else 1
     if x.params is None:
-        uu, moving, reached = sums([y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis)
+        uu, moving, reached = sums(
+            [y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis
+        )
         zero = jnp.zeros_like(uu)
         totals = [uu, zero, zero, zero, zero, moving, reached]
     else:
@@ -296,7 +329,10 @@ def _sums(x: Stack) -> BlockSums:
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
         totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
     zero = jnp.zeros_like(totals[0])
-    size, length = ((zero + per_block(y, zero)).astype(u.dtype).reshape(-1) for y in (x.kernels.size, x.kernels.length))
+    size, length = (
+        (zero + per_block(y, zero)).astype(u.dtype).reshape(-1)
+        for y in (x.kernels.size, x.kernels.length)
+    )
     flat = [y.reshape(-1) for y in totals]
     if x.whole is not None:
         flat = list(x.whole(jnp.stack(flat)))
@@ -311,7 +347,9 @@ def _radial(s: BlockSums) -> jax.Array:
     kernel's norm.
     """
     # Take the roots first, because the product of the squares may leave the range of float32.
-    bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
+    bound = (
+        RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
+    )
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
@@ -329,13 +367,19 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
     larger. So the step may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
-    squares = jnp.stack([jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))])
+    squares = jnp.stack(
+        [jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))]
+    )
     left, spectral = squares if x.whole is None else x.whole(squares)
     ratio = _ratio(s.length, spectral)
-    return (ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))).astype(steps.dtype)
+    return (
+        ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
+    ).astype(steps.dtype)
 
 
-def _trust_ratio(x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array) -> jax.Array:
+def _trust_ratio(
+    x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array
+) -> jax.Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
     (left,) = left if x.whole is None else x.whole(left)
@@ -358,10 +402,14 @@ def spectral_norm(stack: jax.Array) -> jax.Array:
 
     # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
-    vector = iterate(jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start))))
+    vector = iterate(
+        jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start)))
+    )
     # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
     # the same mesh axes as the stack.
-    vector = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector)
+    vector = lax.fori_loop(
+        1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector
+    )
     return jnp.linalg.norm(vector, axis=-1)
 
 

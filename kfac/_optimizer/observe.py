@@ -15,7 +15,15 @@ from kfac._optimizer.averages import observe_here
 from kfac._optimizer.over_mesh import OverMesh, mesh_to_open
 from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import on_states
-from kfac._optimizer.state import KfacState, find_nodes, how_to_hide, is_variable, pure, shards_of, splits_of
+from kfac._optimizer.state import (
+    KfacState,
+    find_nodes,
+    how_to_hide,
+    is_variable,
+    pure,
+    shards_of,
+    splits_of,
+)
 from kfac._varying import on_mesh
 
 
@@ -55,12 +63,18 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
     states = find_nodes(opt_state, KfacState)
     if not states:
         kind = type(opt_state).__name__
-        raise ValueError(f"opt_state holds no state of kfac.kfac, but is of type {kind}: pass what tx.init returned")
+        raise ValueError(
+            f"opt_state holds no state of kfac.kfac, but is of type {kind}: pass what tx.init returned"
+        )
     if len(states) > 1 and isinstance(factors, Factors):
         _check_names(states, factors)
 
     def observed(state: KfacState) -> KfacState:
-        own = _own(state, factors) if len(states) > 1 and isinstance(factors, Factors) else factors
+        own = (
+            _own(state, factors)
+            if len(states) > 1 and isinstance(factors, Factors)
+            else factors
+        )
         new = _observe(pure(state), own)
         places = jax.tree.leaves(state, is_leaf=is_variable)
         if not any(map(is_variable, places)):
@@ -74,9 +88,18 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
 
 def _check_names(states: list[KfacState], factors: Factors) -> None:
     """Raise if the factors hold a layer that no state has."""
-    unknown = sorted(set(factors) - {layer.name for state in states for layer in state.settings.found.with_factors})
+    unknown = sorted(
+        set(factors)
+        - {
+            layer.name
+            for state in states
+            for layer in state.settings.found.with_factors
+        }
+    )
     if unknown:
-        raise ValueError(f"factors hold a layer {unknown[0]!r}, which none of the {len(states)} states has")
+        raise ValueError(
+            f"factors hold a layer {unknown[0]!r}, which none of the {len(states)} states has"
+        )
 
 
 def _own(state: KfacState, factors: Factors) -> Factors:
@@ -85,22 +108,32 @@ def _own(state: KfacState, factors: Factors) -> Factors:
     names = {layer.name for layer in found.with_factors}
     paths = {path for layer in found.with_gradient_factors for path in layer.params}
     blocks = {name: block for name, block in factors.items() if name in names}
-    return Factors(blocks, {path: x for path, x in factors.gradients.items() if path in paths})
+    return Factors(
+        blocks, {path: x for path, x in factors.gradients.items() if path in paths}
+    )
 
 
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     """Observe with a single state and the factors of its layers."""
     settings = state.settings
     if factors is not None:
-        check = functools.partial(check_factors, layers=settings.found, inverse=settings.inverse)
-        jax.eval_shape(check, factors) if isinstance(factors, Factors) else check(factors)
+        check = functools.partial(
+            check_factors, layers=settings.found, inverse=settings.inverse
+        )
+        jax.eval_shape(check, factors) if isinstance(factors, Factors) else check(
+            factors
+        )
         if settings.layers is not settings.found:
             factors = without_hidden_rows(factors, settings.found, settings.layers)
     way, mesh = mesh_to_open(settings.distribution, state, (state, factors))
-    config = Config(settings.layers, group_layers(settings.layers), settings.inverse, way)
+    config = Config(
+        settings.layers, group_layers(settings.layers), settings.inverse, way
+    )
     if mesh is None:
         return observe_here(config, state, factors)
-    return OverMesh(config, mesh, shards_of(state), splits_of(state)).observe(state, factors)
+    return OverMesh(config, mesh, shards_of(state), splits_of(state)).observe(
+        state, factors
+    )
 
 
 def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:
@@ -129,7 +162,9 @@ def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Fact
         if "A" in layer.diagonal:
             A = block.A.at[..., -1].set(0)[..., :d_in]
         elif layer.cut[0] > 1:
-            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]  # the row of the 1 in the last block
+            last = (
+                layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]
+            )  # the row of the 1 in the last block
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
             A = block.A[..., :d_in, :d_in]

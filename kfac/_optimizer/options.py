@@ -30,7 +30,9 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "kl_clip",
     ),
     (
-        lambda o: o.adaptive_layer_rates and (o.step_norm is None or o.momentum is None),
+        lambda o: (
+            o.adaptive_layer_rates and (o.step_norm is None or o.momentum is None)
+        ),
         'adaptive_layer_rates=True needs step_norm="spectral" and momentum',
     ),
     (
@@ -41,10 +43,18 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         lambda o: o.rate_in_momentum and o.trust_ratio is not None,
         "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False",
     ),
-    (lambda o: o.nesterov and o.momentum is None, "nesterov=True needs momentum, but it is None"),
-    (lambda o: o.rate_in_momentum and o.momentum is None, "rate_in_momentum=True needs momentum, but it is None"),
     (
-        lambda o: o.inverse.takes_gradients and (o.kl_clip is not None or o.rate_in_momentum),
+        lambda o: o.nesterov and o.momentum is None,
+        "nesterov=True needs momentum, but it is None",
+    ),
+    (
+        lambda o: o.rate_in_momentum and o.momentum is None,
+        "rate_in_momentum=True needs momentum, but it is None",
+    ),
+    (
+        lambda o: (
+            o.inverse.takes_gradients and (o.kl_clip is not None or o.rate_in_momentum)
+        ),
         "inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
         "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()",
     ),
@@ -53,7 +63,10 @@ CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "inverse_every=None leaves all refreshes to kfac.observe(opt_state), so refresh_warmup={refresh_warmup!r} has "
         "no effect: leave it at None",
     ),
-    (lambda o: o.weight_decay is None and o.weight_decay_mask is not None, "weight_decay_mask needs weight_decay"),
+    (
+        lambda o: o.weight_decay is None and o.weight_decay_mask is not None,
+        "weight_decay_mask needs weight_decay",
+    ),
 )
 
 
@@ -77,10 +90,17 @@ class Options(NamedTuple):
     unitwise_damping: ScalarOrSchedule = 1.0
 
 
-def check_options(options: Options, moves: Moves, weight_decay: Any = None, weight_decay_mask: Any = None) -> None:
+def check_options(
+    options: Options,
+    moves: Moves,
+    weight_decay: Any = None,
+    weight_decay_mask: Any = None,
+) -> None:
     """Raise a `ValueError` if an option is out of range, or if two options conflict."""
     mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
-    if isinstance(mask, bool | jax.Array) or not (callable(mask) or all(isinstance(x, bool) for x in leaves)):
+    if isinstance(mask, bool | jax.Array) or not (
+        callable(mask) or all(isinstance(x, bool) for x in leaves)
+    ):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, but "
             f"is {mask!r}. optax.inject_hyperparams calls functions with the step: Name it there, "
@@ -88,9 +108,20 @@ def check_options(options: Options, moves: Moves, weight_decay: Any = None, weig
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    values = {**vars(moves), **options._asdict(), "weight_decay": weight_decay, "weight_decay_mask": mask}
+    values = {
+        **vars(moves),
+        **options._asdict(),
+        "weight_decay": weight_decay,
+        "weight_decay_mask": mask,
+    }
     for holds, sentence in CONFLICTS:
         if holds(types.SimpleNamespace(**values)):
             raise ValueError(sentence.format(**values))
     skipped = {name for name in LEFT_OUT if values[name] is None}
-    check(**{name: value for name, value in values.items() if name in OPTIONS and name not in skipped})
+    check(
+        **{
+            name: value
+            for name, value in values.items()
+            if name in OPTIONS and name not in skipped
+        }
+    )

@@ -52,7 +52,9 @@ class OverMesh:
     shards: dict[str, Shard]
     splits: dict[str, PartitionSpec]
 
-    def step(self, updates: Any, params: Any, state: KfacState, now: Now) -> tuple[Any, KfacState]:
+    def step(
+        self, updates: Any, params: Any, state: KfacState, now: Now
+    ) -> tuple[Any, KfacState]:
         """Run `preconditioned_step` on every device.
 
         Args:
@@ -64,7 +66,11 @@ class OverMesh:
         Returns:
           The steps and the state after the step. The steps keep the shardings of `updates` on explicit axes.
         """
-        config, same, over = self.config, PartitionSpec(), PartitionSpec(self.config.way.owners)
+        config, same, over = (
+            self.config,
+            PartitionSpec(),
+            PartitionSpec(self.config.way.owners),
+        )
         states, leaves = state_spec(config.way.owners), self.owned(updates)
         split = config.way.owners and self.is_split(leaves)
 
@@ -74,21 +80,32 @@ class OverMesh:
         gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # specs in place of arrays
         in_specs = gradients, gradients, states, same
         on_device = functools.partial(preconditioned_step, config)
-        step = jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states))
+        step = jax.shard_map(
+            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states)
+        )
         weights = Gradients(None, {}) if params is None else laid_out(params)
         new, state = step(laid_out(updates), weights, state, now)
-        return self.from_owners(new, updates) if split else lying_as(new.tree, updates), state
+        return self.from_owners(new, updates) if split else lying_as(
+            new.tree, updates
+        ), state
 
     def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
         config, states = self.config, state_spec(self.config.way.owners)
-        on_device, over = functools.partial(observe_here, config), PartitionSpec(config.way.owners)
+        on_device, over = (
+            functools.partial(observe_here, config),
+            PartitionSpec(config.way.owners),
+        )
         if factors is None:
             refresh = functools.partial(on_device, statistics=None)
-            return jax.shard_map(refresh, mesh=self.mesh, in_specs=(states,), out_specs=states)(state)
+            return jax.shard_map(
+                refresh, mesh=self.mesh, in_specs=(states,), out_specs=states
+            )(state)
         specs: tuple[dict[str, PartitionSpec], ...] = ({}, {})
         for group in config.groups:
-            specs[0 if group.captured else 1][group.name] = over if group.owned else PartitionSpec()
+            specs[0 if group.captured else 1][group.name] = (
+                over if group.owned else PartitionSpec()
+            )
         stacks = whole(self.statistics_to_owners, specs)(state, factors)
         observe = jax.shard_map(
             lambda state, stacks: on_device(state, Stacks(*stacks)),
@@ -98,7 +115,11 @@ class OverMesh:
 
     def owned(self, updates: Any) -> dict[str, jax.Array]:
         """Return the leaves that only their owners precondition, by path."""
-        return {path: leaf for path, leaf in leaves_by_path(updates).items() if path in self.config.owned_paths}
+        return {
+            path: leaf
+            for path, leaf in leaves_by_path(updates).items()
+            if path in self.config.owned_paths
+        }
 
     def is_split(self, leaves: dict[str, jax.Array]) -> bool:
         """Return whether each gradient is sent to its owner only, instead of being replicated.
@@ -107,21 +128,38 @@ class OverMesh:
         in each stack share a dtype.
         """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        dtypes = [_dtypes(part, leaves) for group in self.config.owned for part in group.by_leaf]
-        if len({kinds[name] for name in self.config.way.owners}) > 1 or any(len(alike) > 1 for alike in dtypes):
+        dtypes = [
+            _dtypes(part, leaves)
+            for group in self.config.owned
+            for part in group.by_leaf
+        ]
+        if len({kinds[name] for name in self.config.way.owners}) > 1 or any(
+            len(alike) > 1 for alike in dtypes
+        ):
             return False
-        return any(any(self.splits.get(path, jax.typeof(x).sharding.spec)) for path, x in leaves.items())
+        return any(
+            any(self.splits.get(path, jax.typeof(x).sharding.spec))
+            for path, x in leaves.items()
+        )
 
-    def statistics_to_owners(self, state: KfacState, factors: Factors) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    def statistics_to_owners(
+        self, state: KfacState, factors: Factors
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
         """
 
         def lay_out(stacks):
-            return {n: self.over_owners(x, self.shards[n]) if n in self.shards else x for n, x in stacks.items()}
+            return {
+                n: self.over_owners(x, self.shards[n]) if n in self.shards else x
+                for n, x in stacks.items()
+            }
 
-        leaves = {path: self.lying(x, *self.splits.get(path, [UNSEEN])) for path, x in factors.gradients.items()}
+        leaves = {
+            path: self.lying(x, *self.splits.get(path, [UNSEEN]))
+            for path, x in factors.gradients.items()
+        }
         gradients = stack_gradients(self.config, state, Factors({}, leaves))
         return lay_out(stack_packed(self.config, factors)), lay_out(gradients)
 
@@ -132,7 +170,9 @@ class OverMesh:
         """
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
-        updates = map_by_path(lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates)
+        updates = map_by_path(
+            lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates
+        )
         owned = self.owned(updates)
 
         def rest(path, leaf):
@@ -147,8 +187,14 @@ class OverMesh:
             stacks = {}
             for group in self.config.owned:
                 shard = self.shards[group.name]
-                parts = [(part, jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))) for part in group.by_leaf]
-                matrices = [part.stack_matrices(owned, dtype, before_cut) for part, dtype in parts]
+                parts = [
+                    (part, jnp.result_type(*(_dtypes(part, owned) or [jnp.float32])))
+                    for part in group.by_leaf
+                ]
+                matrices = [
+                    part.stack_matrices(owned, dtype, before_cut)
+                    for part, dtype in parts
+                ]
                 stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
             return stacks
 
@@ -169,13 +215,20 @@ class OverMesh:
         def split(stacks):
             leaves: dict[str, jax.Array] = {}
             for group in self.config.owned:
-                across, places = self.across(group.layers[0])[::-1], self.shards[group.name].places
+                across, places = (
+                    self.across(group.layers[0])[::-1],
+                    self.shards[group.name].places,
+                )
                 for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                     # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
                     # free, and knows how the leaves lie.
                     starts = {start: jnp.int32(start) for start in part.starts}
-                    leaves |= part.split_matrices(_picked(self.lying(stack, None, *across), places), starts)
-            return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
+                    leaves |= part.split_matrices(
+                        _picked(self.lying(stack, None, *across), places), starts
+                    )
+            return {
+                path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()
+            }
 
         dealt, rest = whole(split, owned)(new.stacks), leaves_by_path(new.tree)
 
@@ -203,7 +256,10 @@ class OverMesh:
 
     def over_owners(self, stacks: Any, shard: Shard) -> Any:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
-        return jax.tree.map(lambda x: self.lying(_picked(x, shard.order), self.config.way.owners), stacks)
+        return jax.tree.map(
+            lambda x: self.lying(_picked(x, shard.order), self.config.way.owners),
+            stacks,
+        )
 
     def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
         """Constrain an array's layout to `spec`, or return the array unchanged if `spec` contains `UNSEEN`."""
@@ -212,13 +268,17 @@ class OverMesh:
         # Inside `whole` the current mesh is this mesh with its explicit axes made automatic.
         around = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if around.empty else around
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        return lax.with_sharding_constraint(
+            x, NamedSharding(mesh, PartitionSpec(*spec))
+        )
 
 
 UNSEEN = "unseen"  # in the place of an unknown spec
 
 
-def mesh_to_open(uses: Distribution, state: KfacState, tree: Any) -> tuple[Way, Mesh | AbstractMesh | None]:
+def mesh_to_open(
+    uses: Distribution, state: KfacState, tree: Any
+) -> tuple[Way, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
     way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
     if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
@@ -226,12 +286,17 @@ def mesh_to_open(uses: Distribution, state: KfacState, tree: Any) -> tuple[Way, 
     return way, mesh
 
 
-def init_over_mesh(config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: Any) -> KfacState:
+def init_over_mesh(
+    config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: Any
+) -> KfacState:
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     specs = state_spec(config.way.owners)
     init = jax.shard_map(
-        lambda: closed(init_state(config, settings, shapes), config.way), mesh=mesh, in_specs=(), out_specs=specs
+        lambda: closed(init_state(config, settings, shapes), config.way),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=specs,
     )
     state: KfacState = jax.jit(init)()
     state = state._replace(splits=Splits(find_splits(params) or config.layers.splits))
@@ -249,4 +314,9 @@ def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
 
 def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> set[Any]:
     """Return the dtypes of a group's leaves; an empty set if `optax.masked` hides all of them."""
-    return {leaves[path].dtype for layer in group.layers for path in layer.params if path in leaves}
+    return {
+        leaves[path].dtype
+        for layer in group.layers
+        for path in layer.params
+        if path in leaves
+    }

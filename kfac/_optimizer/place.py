@@ -18,7 +18,9 @@ from kfac._factors import per_block
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
 
-Vectors = dict[str, jax.Array]  # by group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`
+Vectors = dict[
+    str, jax.Array
+]  # by group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`
 
 
 def join(vectors: Iterable[jax.Array]) -> jax.Array:
@@ -50,7 +52,12 @@ class Config:
     @functools.cached_property
     def owned_paths(self) -> frozenset[str]:
         """The paths of the leaves whose blocks have owners."""
-        return frozenset(path for group in self.owned for layer in group.layers for path in layer.params)
+        return frozenset(
+            path
+            for group in self.owned
+            for layer in group.layers
+            for path in layer.params
+        )
 
     @functools.cached_property
     def owned(self) -> tuple[Group, ...]:
@@ -73,8 +80,13 @@ class Place:
     @functools.cached_property
     def owns(self) -> Vectors:
         """For each group `[positions]`: whether this device owns the block there; True for groups without owners."""
-        of_owned = {name: self.config.way.owns(shard) for name, shard in self.shards.items()}
-        return {g.name: of_owned.get(g.name, jnp.ones(g.size, bool)) for g in self.config.groups}
+        of_owned = {
+            name: self.config.way.owns(shard) for name, shard in self.shards.items()
+        }
+        return {
+            g.name: of_owned.get(g.name, jnp.ones(g.size, bool))
+            for g in self.config.groups
+        }
 
     def only_owned(self, name: str, stack: jax.Array) -> jax.Array:
         """Set the blocks of a stack that this device does not own to zero."""

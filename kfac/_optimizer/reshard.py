@@ -19,11 +19,21 @@ from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
 from kfac._optimizer.segment import closed, opened
-from kfac._optimizer.state import KfacState, Owned, Segment, Splits, devices_of, find_nodes, form_of
+from kfac._optimizer.state import (
+    KfacState,
+    Owned,
+    Segment,
+    Splits,
+    devices_of,
+    find_nodes,
+    form_of,
+)
 from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
-def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisName) -> Any:
+def state_specs(
+    tx: optax.GradientTransformation, params: Any, axis_name: AxisName
+) -> Any:
     """Return the partition specs of an optimizer state.
 
     They can be `in_specs` and `out_specs` of `jax.shard_map`, or give the shardings for `jax.jit`.
@@ -41,7 +51,9 @@ def state_specs(tx: optax.GradientTransformation, params: Any, axis_name: AxisNa
     """
     _check_optimizer(tx)
     state = jax.eval_shape(tx.init, params)
-    return on_states(lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec())
+    return on_states(
+        lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec()
+    )
 
 
 def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -67,15 +79,21 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     _check_optimizer(tx)
     mesh = mesh_of(params)
     if mesh is None:
-        raise ValueError("params must be on a mesh of several devices: place them with jax.device_put, or set the mesh")
-    with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        raise ValueError(
+            "params must be on a mesh of several devices: place them with jax.device_put, or set the mesh"
+        )
+    with jax.sharding.use_abstract_mesh(
+        mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    ):
         state = jax.eval_shape(tx.init, params)
 
     def of_leaves(tree, spec):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        owners = axis_names(state.settings.distribution.owners) or tuple(mesh.axis_names)
+        owners = axis_names(state.settings.distribution.owners) or tuple(
+            mesh.axis_names
+        )
         return KfacState(*map(of_leaves, state, state_spec(owners)))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
@@ -83,13 +101,18 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
 def _check_optimizer(tx: Any) -> None:
     if not hasattr(tx, "init"):
-        raise ValueError(f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}")
+        raise ValueError(
+            f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}"
+        )
 
 
 def state_spec(axis_name: AxisName) -> KfacState:
     """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
     specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
-    return KfacState(**specs | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)})
+    return KfacState(
+        **specs
+        | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)}
+    )
 
 
 def gather_state(opt_state: Any) -> Any:
@@ -119,13 +142,19 @@ def gather_state(opt_state: Any) -> Any:
         owned = {name: _gather_owned(owned) for name, owned in node.owned.items()}
         # `scatter_state` recomputes the bases from the blocks.
         settings = dataclasses.replace(node.settings, distribution=Distribution())
-        return node._replace(owned=owned, segment=Segment(), bases={}, splits=Splits(), settings=settings)
+        return node._replace(
+            owned=owned, segment=Segment(), bases={}, splits=Splits(), settings=settings
+        )
 
     return on_states(gather, opt_state)
 
 
 def scatter_state(
-    portable: Any, num_devices: int, *, pmap: bool = False, distribution: Distribution | None = None
+    portable: Any,
+    num_devices: int,
+    *,
+    pmap: bool = False,
+    distribution: Distribution | None = None,
 ) -> Any:
     """Distribute a state from `gather_state` over any number of devices.
 
@@ -156,19 +185,40 @@ def scatter_state(
 
     def scatter(node):
         if devices_of(node) > 1:
-            raise ValueError("portable must be what gather_state returns, but is a state for several devices")
+            raise ValueError(
+                "portable must be what gather_state returns, but is a state for several devices"
+            )
         shards = make_shards(itertools.starmap(cost, node.owned.items()), num_devices)
-        bases = {name: node.settings.inverse.basis(owned.blocks.inverse) for name, owned in node.owned.items()}
-        owned = {name: _scatter_owned(owned, shards[name]) for name, owned in node.owned.items()}
-        bases = {name: basis for name, basis in bases.items() if basis is not None and num_devices > 1}
-        settings = dataclasses.replace(node.settings, distribution=distribution or Distribution())
-        return _each_device(closed, node._replace(owned=owned, bases=bases, settings=settings))
+        bases = {
+            name: node.settings.inverse.basis(owned.blocks.inverse)
+            for name, owned in node.owned.items()
+        }
+        owned = {
+            name: _scatter_owned(owned, shards[name])
+            for name, owned in node.owned.items()
+        }
+        bases = {
+            name: basis
+            for name, basis in bases.items()
+            if basis is not None and num_devices > 1
+        }
+        settings = dataclasses.replace(
+            node.settings, distribution=distribution or Distribution()
+        )
+        return _each_device(
+            closed, node._replace(owned=owned, bases=bases, settings=settings)
+        )
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
     by_device = functools.partial(_by_device, num_devices)
-    return on_nodes((Owned, Segment), by_device, state, lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)))
+    return on_nodes(
+        (Owned, Segment),
+        by_device,
+        state,
+        lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
+    )
 
 
 def _in_a_row(tree: Any) -> Any:
@@ -181,17 +231,29 @@ def _by_device(devices: int, tree: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
 
 
-def _each_device(fn: Callable[[KfacState, Way], KfacState], state: KfacState) -> KfacState:
+def _each_device(
+    fn: Callable[[KfacState, Way], KfacState], state: KfacState
+) -> KfacState:
     """Apply `opened` or `closed` to each device's part of a global state.
 
     A state in which every group has at least as many blocks as devices is returned unchanged.
     """
-    devices = next((owned.shard.devices for owned in state.owned.values() if owned.form is not None), None)
+    devices = next(
+        (
+            owned.shard.devices
+            for owned in state.owned.values()
+            if owned.form is not None
+        ),
+        None,
+    )
     if devices is None:
         return state
 
     def local(owned, segment):
-        new = fn(state._replace(owned=owned, segment=segment), Way(("devices",), ("devices",)))
+        new = fn(
+            state._replace(owned=owned, segment=segment),
+            Way(("devices",), ("devices",)),
+        )
         return new.owned, new.segment
 
     parts = _by_device(devices, (state.owned, state.segment))
@@ -203,11 +265,15 @@ def some_states(opt_state: Any, argument: str) -> list[KfacState]:
     """Return the K-FAC states in a tree. Raise a `ValueError` if there is no such state."""
     states = find_nodes(opt_state, KfacState)
     if not states:
-        raise ValueError(f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}")
+        raise ValueError(
+            f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}"
+        )
     return states
 
 
-def on_nodes(kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+def on_nodes(
+    kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
     """Map `fn` over the nodes of the given type or types in a tree, and `other` over all other leaves."""
 
     def mapped(node):
@@ -220,10 +286,15 @@ on_states = functools.partial(on_nodes, KfacState)
 
 
 def _check_row(owned: Owned) -> None:
-    expected, shape = owned.shard.devices * owned.shard.positions, owned.blocks.weight.shape
+    expected, shape = (
+        owned.shard.devices * owned.shard.positions,
+        owned.blocks.weight.shape,
+    )
     if shape != (expected,):
         rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {shape}"
-        raise ValueError(f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes")
+        raise ValueError(
+            f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes"
+        )
 
 
 def _gather_owned(owned: Owned) -> Owned:
@@ -234,7 +305,13 @@ def _gather_owned(owned: Owned) -> Owned:
 
 def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
     def spread(x):
-        return jnp.where(per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]), x[shard.order], 0)
+        return jnp.where(
+            per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]),
+            x[shard.order],
+            0,
+        )
 
     form = None if shard.full else form_of(owned.blocks)
-    return dataclasses.replace(owned, blocks=jax.tree.map(spread, owned.blocks), shard=shard, form=form)
+    return dataclasses.replace(
+        owned, blocks=jax.tree.map(spread, owned.blocks), shard=shard, form=form
+    )

@@ -98,16 +98,39 @@ def scale_by_kfac(
         state was made for another number of devices.
     """
     options = Options(
-        damping, inverse, distribution, factor_decay, statistics_every, inverse_every, refresh_warmup, unitwise_damping
+        damping,
+        inverse,
+        distribution,
+        factor_decay,
+        statistics_every,
+        inverse_every,
+        refresh_warmup,
+        unitwise_damping,
     )
     check_options(options, Moves())
-    return fitted(layers, functools.partial(precondition_and_move, moves=Moves(), options=options))
+    return fitted(
+        layers, functools.partial(precondition_and_move, moves=Moves(), options=options)
+    )
 
 
-def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> optax.GradientTransformationExtraArgs:
+def precondition_and_move(
+    layers: Layers, moves: Moves, options: Options
+) -> optax.GradientTransformationExtraArgs:
     """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
-    damping, inverse, distribution, factor_decay, statistics_every, inverse_every, warmup, unitwise_damping = options
-    warmup, period = 10 if warmup is None else warmup, 1 if inverse_every is None else inverse_every
+    (
+        damping,
+        inverse,
+        distribution,
+        factor_decay,
+        statistics_every,
+        inverse_every,
+        warmup,
+        unitwise_damping,
+    ) = options
+    warmup, period = (
+        10 if warmup is None else warmup,
+        1 if inverse_every is None else inverse_every,
+    )
     uses = distribution or Distribution()
     settings = Settings(layers, layers, inverse, uses, inverse_every is not None)
     general = Config(layers, group_layers(layers), inverse, Way(), moves)
@@ -118,7 +141,11 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         """Set the state's flags and scalars for the next `observe`."""
         count = state.count
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
-        turn = in_turn(count, period, warmup) | in_turn(count, period, 0) | (count - state.refreshed >= period)
+        turn = (
+            in_turn(count, period, warmup)
+            | in_turn(count, period, 0)
+            | (count - state.refreshed >= period)
+        )
         return state._replace(
             due=in_turn(count, statistics_every, warmup),
             refresh_due=turn,
@@ -132,20 +159,30 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
         config = dataclasses.replace(general, way=way)
         check_alike(params)
         if mesh is not None:
-            return placed(prepared(init_over_mesh(config, settings, mesh, params)), mesh)
+            return placed(
+                prepared(init_over_mesh(config, settings, mesh, params)), mesh
+            )
         return prepared(closed(init_state(config, settings, params), way))
 
     @on_mesh
     def update(updates: Any, state: KfacState, params: Any = None, **extra: Any):
-        check_groups(general.groups, state)  # check before the gradients are stacked by owner
+        check_groups(
+            general.groups, state
+        )  # check before the gradients are stacked by owner
         if reads_params and params is None:
-            raise ValueError("update needs the parameters: call tx.update(grads, opt_state, params)")
+            raise ValueError(
+                "update needs the parameters: call tx.update(grads, opt_state, params)"
+            )
         way, mesh = mesh_to_open(uses, state, updates)
         check_alike(params)
         if not way.owners:  # with owners, `preconditioned_step` averages gradients that differ between devices
-            averaged = varying_axes(updates).intersection(axis_names(uses.axis) or device_axes())
+            averaged = varying_axes(updates).intersection(
+                axis_names(uses.axis) or device_axes()
+            )
             updates = Way(tuple(sorted(averaged))).mean(updates)
-        config = dataclasses.replace(general, way=way, local=bool(varying_axes(updates)))
+        config = dataclasses.replace(
+            general, way=way, local=bool(varying_axes(updates))
+        )
         params = params if reads_params else None
         now = moves.at(state.count, value_at(damping, state.count))
         if not told and is_overdue(state, statistics_every):
@@ -156,7 +193,9 @@ def precondition_and_move(layers: Layers, moves: Moves, options: Options) -> opt
             match_leaves(layers, params, "params")
         if mesh is None:
             gradients, weights = Gradients(updates, {}), Gradients(params, {})
-            (updates, _), state = preconditioned_step(config, gradients, weights, state, now)
+            (updates, _), state = preconditioned_step(
+                config, gradients, weights, state, now
+            )
         else:
             check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
@@ -181,12 +220,16 @@ def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
     is not an int.
     """
     read = state.count, state.due, state.measured
-    if not isinstance(every, int) or any(isinstance(x, jax.core.Tracer) or x.ndim for x in read):
+    if not isinstance(every, int) or any(
+        isinstance(x, jax.core.Tracer) or x.ndim for x in read
+    ):
         return False
     return bool(state.due) and int(state.count) - int(state.measured) > 2 * every
 
 
-def in_turn(count: jax.Array, every: int | jax.Array, warmup: int | jax.Array) -> jax.Array:
+def in_turn(
+    count: jax.Array, every: int | jax.Array, warmup: int | jax.Array
+) -> jax.Array:
     """Return whether step `count` is a multiple of the current interval.
 
     The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up

@@ -63,8 +63,13 @@ def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, S
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
     """Return the slots of a part, by group, for all groups that store it in the segment."""
-    in_segments = {name: owned for name, owned in state.owned.items() if owned.form is not None}
-    return _slots(part, tuple((name, owned.form, owned.shard) for name, owned in in_segments.items()))
+    in_segments = {
+        name: owned for name, owned in state.owned.items() if owned.form is not None
+    }
+    return _slots(
+        part,
+        tuple((name, owned.form, owned.shard) for name, owned in in_segments.items()),
+    )
 
 
 def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
@@ -88,19 +93,31 @@ def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState
     for part in Segment._fields:
         slot = slots_of(state, part).get(name)
         if slot is not None and part in parts:
-            vector, begin = getattr(state.segment, part), of_this_device(slot.starts, slot.room, way.owners)
+            vector, begin = (
+                getattr(state.segment, part),
+                of_this_device(slot.starts, slot.room, way.owners),
+            )
             old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
             flat = _flat(part, parts.pop(part))[0].astype(old.dtype)
             flat = jnp.where(way.owns(state.owned[name].shard), flat, old)
-            vector = lax.dynamic_update_slice_in_dim(as_varying(vector, varying_axes(flat)), flat, begin, 0)
+            vector = lax.dynamic_update_slice_in_dim(
+                as_varying(vector, varying_axes(flat)), flat, begin, 0
+            )
             state = state._replace(segment=state.segment._replace(**{part: vector}))
-    return with_blocks(state, state.blocks | {name: state.blocks[name]._replace(**parts)})
+    return with_blocks(
+        state, state.blocks | {name: state.blocks[name]._replace(**parts)}
+    )
 
 
 def opened(state: KfacState, way: Way) -> KfacState:
     """Return the state with all blocks in stacks."""
-    parts = {n: {part: part_of(state, way, n, part) for part in Segment._fields} for n in state.blocks}
-    return with_blocks(state, {n: block._replace(**parts[n]) for n, block in state.blocks.items()})
+    parts = {
+        n: {part: part_of(state, way, n, part) for part in Segment._fields}
+        for n in state.blocks
+    }
+    return with_blocks(
+        state, {n: block._replace(**parts[n]) for n, block in state.blocks.items()}
+    )
 
 
 def closed(state: KfacState, way: Way) -> KfacState:
@@ -108,13 +125,19 @@ def closed(state: KfacState, way: Way) -> KfacState:
     for part in Segment._fields:
         slots, blocks = slots_of(state, part), state.blocks
         if slots:
-            dtype = jnp.result_type(*(x for slot in slots.values() for x in jax.tree.leaves(slot.like)))
+            dtype = jnp.result_type(
+                *(x for slot in slots.values() for x in jax.tree.leaves(slot.like))
+            )
             room = next(iter(slots.values())).room
-            state = state._replace(segment=state.segment._replace(**{part: jnp.zeros(room, dtype)}))
+            state = state._replace(
+                segment=state.segment._replace(**{part: jnp.zeros(room, dtype)})
+            )
         for name in slots:
             state = with_parts(state, way, name, **{part: getattr(blocks[name], part)})
         nothing: dict[str, Any] = {part: None}
-        state = with_blocks(state, blocks | {name: blocks[name]._replace(**nothing) for name in slots})
+        state = with_blocks(
+            state, blocks | {name: blocks[name]._replace(**nothing) for name in slots}
+        )
     return state
 
 

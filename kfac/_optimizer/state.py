@@ -97,7 +97,9 @@ class Segment(NamedTuple):
 def form_of(blocks: BlockState) -> Any:
     """Return the tree structure and the array shapes `[1, ...]` of a single block, as a hashable value."""
     leaves, structure = jax.tree.flatten(blocks)
-    return structure, tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves)
+    return structure, tuple(
+        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +154,9 @@ class Settings:
     @functools.cached_property
     def _hash(self) -> int:
         """The hash. It is cached because `jax.jit` uses it in each call."""
-        return hash((self.layers, self.found, self.inverse, self.distribution, self.refreshes))
+        return hash(
+            (self.layers, self.found, self.inverse, self.distribution, self.refreshes)
+        )
 
 
 class KfacState(NamedTuple):
@@ -228,7 +232,9 @@ class AdaptiveDampingState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
-    next_damping: jax.Array  # not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value
+    next_damping: (
+        jax.Array
+    )  # not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value
     reduction_ratio: jax.Array
     inner: Any
     taken_back: jax.Array
@@ -255,8 +261,13 @@ def devices_of(state: KfacState) -> int:
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """Return the state with `blocks` in place of its blocks."""
-    owned = {name: dataclasses.replace(owned, blocks=blocks[name]) for name, owned in state.owned.items()}
-    return state._replace(owned=owned, shared={name: blocks[name] for name in state.shared})
+    owned = {
+        name: dataclasses.replace(owned, blocks=blocks[name])
+        for name, owned in state.owned.items()
+    }
+    return state._replace(
+        owned=owned, shared={name: blocks[name] for name in state.shared}
+    )
 
 
 def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
@@ -265,7 +276,9 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
     `segment.closed` then moves the blocks of groups with fewer blocks than devices into the state's flat vectors.
     """
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
-    leaves = match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
+    leaves = (
+        match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
+    )
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     devices, owners = axis_size(config.way.owners) or 1, config.way.owners
@@ -275,25 +288,56 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
         inverse = group.inverse_of(config.inverse)
         kept = inverse.init(group.zeros(size, dtype, group.moments(config.inverse)))
         for leaf in jax.tree.leaves(kept):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):  # messages between devices would round integers
-                raise ValueError(f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only")
+            if not jnp.issubdtype(
+                leaf.dtype, jnp.floating
+            ):  # messages between devices would round integers
+                raise ValueError(
+                    f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only"
+                )
         return kept
 
     def blocks(group: Group, size: int) -> BlockState:
-        weight, condition, inverted = jnp.zeros(size, dtype), jnp.zeros(size, dtype), jnp.zeros(size, jnp.int32)
-        has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
-        momentum = jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
-        motion = Motion(momentum, jnp.ones(size, dtype) if config.moves.adaptive_layer_rates else None)
-        return BlockState(group.zeros(size, dtype), weight, inverses(group, size), condition, inverted, motion)
+        weight, condition, inverted = (
+            jnp.zeros(size, dtype),
+            jnp.zeros(size, dtype),
+            jnp.zeros(size, jnp.int32),
+        )
+        has_momentum = (
+            config.moves.momentum is not None
+            and not group.inverse_of(config.inverse).takes_gradients
+        )
+        momentum = (
+            jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
+        )
+        motion = Motion(
+            momentum,
+            jnp.ones(size, dtype) if config.moves.adaptive_layer_rates else None,
+        )
+        return BlockState(
+            group.zeros(size, dtype),
+            weight,
+            inverses(group, size),
+            condition,
+            inverted,
+            motion,
+        )
 
     def owned(group: Group) -> Owned:
         shard = shards[group.name]
         stacks = blocks(group, shard.positions)
         new = Owned(stacks, shard, None if shard.full else form_of(stacks))
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
-        return as_varying(new, varying_axes(lax.axis_index(owners))) if axis_size(owners) else new
+        return (
+            as_varying(new, varying_axes(lax.axis_index(owners)))
+            if axis_size(owners)
+            else new
+        )
 
-    with_bases = [group for group in config.groups if devices > 1 and group.moments(config.inverse)]
+    with_bases = [
+        group
+        for group in config.groups
+        if devices > 1 and group.moments(config.inverse)
+    ]
     return KfacState(
         count=jnp.zeros((), jnp.int32),
         refused=jnp.zeros((), bool),
@@ -306,11 +350,23 @@ def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
         factor_decay=jnp.zeros((), jnp.float32),
         owned={group.name: owned(group) for group in config.owned},
         segment=Segment(),
-        shared={group.name: blocks(group, group.size) for group in config.groups if not group.owned},
+        shared={
+            group.name: blocks(group, group.size)
+            for group in config.groups
+            if not group.owned
+        },
         bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
         learning_rates=jnp.zeros(2, jnp.float32),
-        members={group.name: {group.members: jnp.full((), group.size, jnp.int32)} for group in config.groups},
-        metrics=KfacMetrics(*(jnp.zeros((), jnp.int32 if x in COUNTED else jnp.float32) for x in KfacMetrics._fields)),
+        members={
+            group.name: {group.members: jnp.full((), group.size, jnp.int32)}
+            for group in config.groups
+        },
+        metrics=KfacMetrics(
+            *(
+                jnp.zeros((), jnp.int32 if x in COUNTED else jnp.float32)
+                for x in KfacMetrics._fields
+            )
+        ),
         splits=Splits(),
         settings=settings,
     )
@@ -334,20 +390,32 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
         how = "put what flattens them, such as optax.flatten, around the other parts of the chain"
-        raise ValueError(f"{what} are one array, in which layers cannot be told apart: {how}")
+        raise ValueError(
+            f"{what} are one array, in which layers cannot be told apart: {how}"
+        )
     if unknown:
-        raise ValueError(f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again")
+        raise ValueError(
+            f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again"
+        )
     masked = has_masked(tree)
     for layer in layers:
         missing = [path for path in layer.params if path not in leaves]
         if missing and (not masked or len(missing) < len(layer.params)):
             rest = [path for path in layer.params if path in leaves]
-            reason = f"is masked, but {rest[0]!r} is not: {how_to_hide(missing)}" if masked else "is missing"
-            raise ValueError(f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}")
+            reason = (
+                f"is masked, but {rest[0]!r} is not: {how_to_hide(missing)}"
+                if masked
+                else "is missing"
+            )
+            raise ValueError(
+                f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}"
+            )
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
                 leaf = f"leaf {path!r} of layer {layer.name!r}"
-                raise ValueError(f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}")
+                raise ValueError(
+                    f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}"
+                )
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
@@ -372,13 +440,21 @@ def is_variable(node: Any) -> bool:
 
 def pure(tree: Any) -> Any:
     """Replace the mutable variables in a tree by their values."""
-    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
+    return jax.tree.map(
+        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
+    )
 
 
 def find_nodes(tree: Any, kind: Any) -> list[Any]:
     """Return the nodes of a type in a tree, including nodes inside such nodes."""
-    outermost = [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
-    return outermost + [inner for node in outermost for inner in find_nodes(tuple(node), kind)]
+    outermost = [
+        x
+        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+        if isinstance(x, kind)
+    ]
+    return outermost + [
+        inner for node in outermost for inner in find_nodes(tuple(node), kind)
+    ]
 
 
 def find_state(opt_state: Any, argument: str) -> KfacState:
@@ -386,12 +462,20 @@ def find_state(opt_state: Any, argument: str) -> KfacState:
     states = pure(find_nodes(opt_state, KfacState))
     if len(states) != 1:
         actual = f"is of type {type(opt_state).__name__} and holds {len(states)}"
-        how = "; give the part of each" if states else ": it is what init of the optimizer has returned"
-        raise ValueError(f"{argument} must hold one state of scale_by_kfac, but {actual}{how}")
+        how = (
+            "; give the part of each"
+            if states
+            else ": it is what init of the optimizer has returned"
+        )
+        raise ValueError(
+            f"{argument} must hold one state of scale_by_kfac, but {actual}{how}"
+        )
     return states[0]
 
 
-def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple[Group, BlockState]]:
+def blocks_of(
+    state: KfacState, layers: Layers, argument: str
+) -> Iterator[tuple[Group, BlockState]]:
     """Yield each group with its blocks, from a state for a single device.
 
     Raises:
@@ -400,8 +484,12 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
     groups = group_layers(layers)
     check_groups(groups, state)
     for group in groups:
-        if devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1:  # several devices order them differently
-            raise ValueError(f"{argument} must be the state of one device: call kfac.state.gather_state on it")
+        if (
+            devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1
+        ):  # several devices order them differently
+            raise ValueError(
+                f"{argument} must be the state of one device: call kfac.state.gather_state on it"
+            )
         yield group, state.blocks[group.name]
 
 
@@ -411,7 +499,9 @@ def blocks_of(state: KfacState, layers: Layers, argument: str) -> Iterator[tuple
 def check_state(config: Config, state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
     check_devices(state, config.way.devices)
-    if state.owned and state.settings.inverse != config.inverse:  # `kfac.kfac` may have chosen it from the layers
+    if (
+        state.owned and state.settings.inverse != config.inverse
+    ):  # `kfac.kfac` may have chosen it from the layers
         raise ValueError(
             f"inverse={config.inverse!r}, but the optimizer state is one for inverse={state.settings.inverse!r}: name "
             "the one that it was initialised with"
@@ -420,13 +510,25 @@ def check_state(config: Config, state: KfacState) -> None:
         owned = state.owned.get(group.name)
         if owned is not None:
             check_positions(owned)
-        motion = state.shared[group.name].motion if owned is None else owned.shapes.motion
-        has_momentum = config.moves.momentum is not None and not group.inverse_of(config.inverse).takes_gradients
-        wanted = {"momentum": has_momentum, "adaptive_layer_rates": config.moves.adaptive_layer_rates}
+        motion = (
+            state.shared[group.name].motion if owned is None else owned.shapes.motion
+        )
+        has_momentum = (
+            config.moves.momentum is not None
+            and not group.inverse_of(config.inverse).takes_gradients
+        )
+        wanted = {
+            "momentum": has_momentum,
+            "adaptive_layer_rates": config.moves.adaptive_layer_rates,
+        }
         for (option, wants), array in zip(wanted.items(), motion, strict=True):
             if wants != (array is not None):
-                has = f"has {'none' if array is None else 'some'} for blocks {group.name}"
-                raise ValueError(f"{option}= does not go with its state, which {has}: initialise it with the same")
+                has = (
+                    f"has {'none' if array is None else 'some'} for blocks {group.name}"
+                )
+                raise ValueError(
+                    f"{option}= does not go with its state, which {has}: initialise it with the same"
+                )
 
 
 def check_positions(owned: Owned) -> None:
@@ -441,13 +543,18 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other layers."""
     sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
     sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    actual = {name: f"{sizes[name]} of {next(iter(members))}" for name, members in state.members.items()}
+    actual = {
+        name: f"{sizes[name]} of {next(iter(members))}"
+        for name, members in state.members.items()
+    }
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
     for name in expected | actual:
         has, needs = actual.get(name, "none"), expected.get(name, "none")
         if has != needs:
             how = f"the layers need {needs}. Initialise it with the same, or restore the checkpoint of this model"
-            raise ValueError(f"the optimizer state is not one for these layers: its blocks {name} are {has}; {how}")
+            raise ValueError(
+                f"the optimizer state is not one for these layers: its blocks {name} are {has}; {how}"
+            )
 
 
 def check_devices(state: KfacState, devices: int) -> None:
@@ -455,4 +562,6 @@ def check_devices(state: KfacState, devices: int) -> None:
     if state.owned and devices_of(state) != devices:
         how = "initialise it where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one"
         given = f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}"
-        raise ValueError(f"{given}: {how} from kfac.state.gather_state to another number of devices")
+        raise ValueError(
+            f"{given}: {how} from kfac.state.gather_state to another number of devices"
+        )

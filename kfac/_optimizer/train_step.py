@@ -80,7 +80,12 @@ class TrainStep:
         return self._programs["init"](params)
 
     def __call__(
-        self, params: Any, opt_state: Any, *args: Any, fisher_key: jax.Array | None = None, **kwargs: Any
+        self,
+        params: Any,
+        opt_state: Any,
+        *args: Any,
+        fisher_key: jax.Array | None = None,
+        **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Make a step, after taking statistics if they are due.
 
@@ -98,7 +103,9 @@ class TrainStep:
         due, observe = statistics_due(opt_state), self._programs["observe"]
         arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
         if isinstance(due, jax.core.Tracer):
-            opt_state = lax.cond(due, lambda x: observe(*x[0], **x[1]), lambda x: x[0][1], arguments)
+            opt_state = lax.cond(
+                due, lambda x: observe(*x[0], **x[1]), lambda x: x[0][1], arguments
+            )
         elif due:
             opt_state = observe(*arguments[0], **arguments[1])
         return self._programs["step"](params, opt_state, *args, **kwargs)
@@ -108,31 +115,49 @@ class TrainStep:
         """The compiled programs, by name."""
 
         def compiled(method, what, donated=()):
-            return _jit_with_notice(method, what, self.verbose, donated if self.donate else ())
+            return _jit_with_notice(
+                method, what, self.verbose, donated if self.donate else ()
+            )
 
         return {
             "init": compiled(
-                lambda params: self._optimizer(self._find_layers(params, (), {})).init(params), "the state"
+                lambda params: self._optimizer(self._find_layers(params, (), {})).init(
+                    params
+                ),
+                "the state",
             ),
             "observe": compiled(self._observe, "the statistics", (1,)),
             "step": compiled(self._step, "the step", (0, 1)),
         }
 
-    def _find_layers(self, params: Any, args: Any, kwargs: Any, anew: bool = False) -> Layers:
+    def _find_layers(
+        self, params: Any, args: Any, kwargs: Any, anew: bool = False
+    ) -> Layers:
         """Return the layers. Find them again only if `anew` is true or the parameters have new shapes."""
         leaves, structure = jax.tree.flatten(params)
         shapes = structure, *(getattr(leaf, "shape", ()) for leaf in leaves)
         if anew or shapes not in self.layers:
-            self.layers[shapes] = find_layers(self.loss_fn, params, *args, has_aux=self.has_aux, **self.found, **kwargs)
+            self.layers[shapes] = find_layers(
+                self.loss_fn,
+                params,
+                *args,
+                has_aux=self.has_aux,
+                **self.found,
+                **kwargs,
+            )
         return self.layers[shapes]
 
     def _optimizer(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
         return kfac(self.learning_rate, layers, **self.options)
 
-    def _in_parts(self, fn: Callable[..., Any], layers: Layers, parts: int) -> Callable[..., Any]:
+    def _in_parts(
+        self, fn: Callable[..., Any], layers: Layers, parts: int
+    ) -> Callable[..., Any]:
         if parts == 1:
             return fn
-        return microbatch(fn, parts, batch_argnums=_split_argnums(layers, self.found["batch_argnums"]))
+        return microbatch(
+            fn, parts, batch_argnums=_split_argnums(layers, self.found["batch_argnums"])
+        )
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
@@ -144,16 +169,26 @@ class TrainStep:
             args, kwargs, examples = thinned.args, thinned.kwargs, thinned.of(examples)
             parts = fewer if thinned.kept < thinned.rows else parts
         measure = statistics(
-            self.loss_fn, layers, has_aux=self.has_aux, num_examples=examples and examples // parts, **self.measured
+            self.loss_fn,
+            layers,
+            has_aux=self.has_aux,
+            num_examples=examples and examples // parts,
+            **self.measured,
         )
-        basis = {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
-        factors = self._in_parts(measure, layers, parts)(params, *args, fisher_key=fisher_key, **basis, **kwargs)
+        basis = (
+            {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
+        )
+        factors = self._in_parts(measure, layers, parts)(
+            params, *args, fisher_key=fisher_key, **basis, **kwargs
+        )
         return observe(opt_state, factors)
 
     def _step(self, params, opt_state, *args, **kwargs):
         layers = self._find_layers(params, args, kwargs)
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
-        value, grads = self._in_parts(measure, layers, self.num_microbatches)(params, *args, **kwargs)
+        value, grads = self._in_parts(measure, layers, self.num_microbatches)(
+            params, *args, **kwargs
+        )
         updates, opt_state = self._optimizer(layers).update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -227,22 +262,45 @@ def train_step(
         batch is not among the positional arguments. Errors of `kfac.kfac` and `find_layers` pass through.
     """
     check_function(loss_fn)
-    check(has_aux=has_aux, fisher=fisher, communication_dtype=communication_dtype, num_microbatches=num_microbatches)
-    check(skip=skip, reduce=reduce, gradient=gradient, strict=strict, verbose=verbose, donate=donate)
+    check(
+        has_aux=has_aux,
+        fisher=fisher,
+        communication_dtype=communication_dtype,
+        num_microbatches=num_microbatches,
+    )
+    check(
+        skip=skip,
+        reduce=reduce,
+        gradient=gradient,
+        strict=strict,
+        verbose=verbose,
+        donate=donate,
+    )
     check_given(num_examples=num_examples, batch_argnums=batch_argnums, max_dim=max_dim)
     if "layers" in options:
-        raise TypeError("train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here")
+        raise TypeError(
+            "train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here"
+        )
     try:
-        kfac(learning_rate, Layers((), ()), **options)  # checks the options, which it can do without layers
+        kfac(
+            learning_rate, Layers((), ()), **options
+        )  # checks the options, which it can do without layers
     except TypeError as error:
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
-        raise ValueError(f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}")
+        raise ValueError(
+            f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
+        )
     inverse = _chosen(Layers((), ()), options).inverse
     # Only whole kernels have moments.
     longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
     found = dict(
-        skip=skip, reduce=reduce, gradient=gradient, strict=strict, max_dim=longest, batch_argnums=batch_argnums
+        skip=skip,
+        reduce=reduce,
+        gradient=gradient,
+        strict=strict,
+        max_dim=longest,
+        batch_argnums=batch_argnums,
     )
     return TrainStep(
         loss_fn, learning_rate, has_aux, found, {"fisher": fisher, "communication_dtype": communication_dtype},
@@ -252,11 +310,18 @@ def train_step(
 
 def _strong(leaf: Any) -> Any:
     """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
-    return lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+    return (
+        lax.convert_element_type(leaf, leaf.dtype)
+        if getattr(leaf, "weak_type", False)
+        else leaf
+    )
 
 
 def _jit_with_notice(
-    function: Callable[..., Any], what: str, verbose: bool, donated: tuple[int, ...] = ()
+    function: Callable[..., Any],
+    what: str,
+    verbose: bool,
+    donated: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Wrap `function(params, ...)` in `jax.jit`, and report the time of long compilations on stderr.
 
@@ -269,7 +334,11 @@ def _jit_with_notice(
     def tell(ended):
         began = time.monotonic()
         while not ended.wait(max(5.0, time.monotonic() - began)):
-            print(f"compiling {what}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            print(
+                f"compiling {what}: {time.monotonic() - began:.0f} s so far",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @functools.wraps(function)
     def traced(*args, **kwargs):
@@ -279,7 +348,9 @@ def _jit_with_notice(
         return function(*args, **kwargs)
 
     if donated:
-        del traced.__wrapped__  # otherwise JAX looks up the donated arguments in the signature of `function`
+        del (
+            traced.__wrapped__
+        )  # otherwise JAX looks up the donated arguments in the signature of `function`
     program = jax.jit(traced, donate_argnums=donated)
 
     def call(params, *args, **kwargs):
@@ -293,7 +364,9 @@ def _jit_with_notice(
 
 
 def _chosen(layers: Layers, options: dict[str, Any]) -> Chosen:
-    return chosen(layers, **{name: options[name] for name in INTERVAL_OPTIONS if name in options})
+    return chosen(
+        layers, **{name: options[name] for name in INTERVAL_OPTIONS if name in options}
+    )
 
 
 def _summary(layers: Layers, options: dict[str, Any]) -> str:
@@ -301,7 +374,10 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     inverse, every, share = _chosen(layers, options)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
-    size, left = (f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}" for number in (within, total - within))
+    size, left = (
+        f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
+        for number in (within, total - within)
+    )
     part = f" of 1/{share} of the examples" if share > 1 else ""
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
@@ -310,7 +386,9 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     prices = prices_of_layers(layers, inverse, every, share)
     if not prices:
         return line
-    line += f"; in a mean step {sum(prices.values()):.2f} times the FLOPs of the gradient"
+    line += (
+        f"; in a mean step {sum(prices.values()):.2f} times the FLOPs of the gradient"
+    )
     name = max(prices, key=prices.__getitem__)
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:
@@ -321,7 +399,9 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
 EXPENSIVE = 0.25  # from this price on, as a fraction of the whole gradient's FLOPs, the summary names a layer
 
 
-def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
+def _split_argnums(
+    layers: Layers, argnums: int | Sequence[int] | None
+) -> int | Sequence[int] | None:
     """Return the positions of the arguments that micro-batches split: `argnums` if given, otherwise as traced.
 
     Raises:
@@ -331,5 +411,7 @@ def _split_argnums(layers: Layers, argnums: int | Sequence[int] | None) -> int |
         return argnums
     if named := [k for k in layers.batch_argnums if isinstance(k, str)]:
         what = f"{', '.join(map(repr, named))} of it are keyword arguments"
-        raise ValueError(f"num_microbatches: the batch must be in positional arguments, but {what}")
+        raise ValueError(
+            f"num_microbatches: the batch must be in positional arguments, but {what}"
+        )
     return [k for k in layers.batch_argnums if isinstance(k, int)]

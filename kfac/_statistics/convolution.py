@@ -18,7 +18,15 @@ import numpy as np
 from jax import lax
 
 from kfac._statistics.offsets import Axis, offset_moment
-from kfac._statistics.rows import Arrangement, Rows, accumulator, append, as_floats, bordered, diagonal_blocks
+from kfac._statistics.rows import (
+    Arrangement,
+    Rows,
+    accumulator,
+    append,
+    as_floats,
+    bordered,
+    diagonal_blocks,
+)
 from kfac._varying import sum_of_parts
 
 # The number of patch elements formed at a time (16 MB in float32).
@@ -46,16 +54,30 @@ class Convolution:
     def overlap(self) -> float:
         """The number of windows that contain an input position, away from the edges."""
         reach = zip(self.window, self.strides, self.out, strict=True)
-        return math.prod(max(1.0, min(size / stride, float(places))) for size, stride, places in reach)
+        return math.prod(
+            max(1.0, min(size / stride, float(places)))
+            for size, stride, places in reach
+        )
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
-        return Patches(as_floats(x, dtype).transpose(batch, *spatial, channel), self, arrange, images, homogeneous)
+        return Patches(
+            as_floats(x, dtype).transpose(batch, *spatial, channel),
+            self,
+            arrange,
+            images,
+            homogeneous,
+        )
 
 
-def padded(x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]) -> jax.Array:
+def padded(
+    x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+) -> jax.Array:
     """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
-    config = [(low, high, step - 1) for (low, high), step in zip(padding, dilation, strict=True)]
+    config = [
+        (low, high, step - 1)
+        for (low, high), step in zip(padding, dilation, strict=True)
+    ]
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
 
 
@@ -74,9 +96,13 @@ def patches(x: jax.Array, conv: Convolution) -> jax.Array:
             out = lax.slice_in_dim(out, 0, (size - 1) * stride + 1, stride, 1 + k)
             out = jnp.expand_dims(out, 2 + k)
         else:
-            seen = stride * np.arange(size)[:, None] + conv.rhs_dilation[k] * np.arange(window)
+            seen = stride * np.arange(size)[:, None] + conv.rhs_dilation[k] * np.arange(
+                window
+            )
             out = jnp.take(out, seen, axis=1 + k, mode="clip")
-    return out.transpose(0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
+    return out.transpose(
+        0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +134,9 @@ class Patches:
         # Correlations pair all channels, even across groups, so grouped convolutions use patches.
         if not self.arrange.copies and self.image.shape[-1] >= FEW_CHANNELS:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
-        moment = self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
+        moment = (
+            self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
+        )
         # Patches are linear in the image, so the patches of the summed image are the summed patches.
         summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
         total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
@@ -118,26 +146,43 @@ class Patches:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))), axis=1)
+        squares = jnp.sum(
+            self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))),
+            axis=1,
+        )
         return append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
-        total = total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
+        total = (
+            total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
+        )
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def by_example(self) -> jax.Array:
-        return self.image if self.images else Rows(self.arrange(patches(self.image, self.conv))).by_example()
+        return (
+            self.image
+            if self.images
+            else Rows(self.arrange(patches(self.image, self.conv))).by_example()
+        )
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
-            part = jnp.moveaxis(self._arranged(part.shape[0])(patches(part, self.conv)), 0, 1)
+            part = jnp.moveaxis(
+                self._arranged(part.shape[0])(patches(part, self.conv)), 0, 1
+            )
         return append(part, self.homogeneous, 1)
 
     def _arranged(self, images: int) -> Arrangement:
         """Return the arrangement for patches from `images` images."""
-        alone = self.image.shape[0] == 1  # the axis of a single image does not appear in `split`
-        return self.arrange if alone else self.arrange._replace(split=(images, *self.arrange.split[1:]))
+        alone = (
+            self.image.shape[0] == 1
+        )  # the axis of a single image does not appear in `split`
+        return (
+            self.arrange
+            if alone
+            else self.arrange._replace(split=(images, *self.arrange.split[1:]))
+        )
 
     def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
         """Return the arrangement for arrays whose axes are `lead`, which hold the examples, and the features."""
@@ -148,7 +193,9 @@ class Patches:
 
         arrange = self.arrange
         split = (*lead, *arrange.split[first:])
-        copies, features, flips = map(moved, (arrange.copies, arrange.features, arrange.flips))
+        copies, features, flips = map(
+            moved, (arrange.copies, arrange.features, arrange.flips)
+        )
         return Arrangement(split, copies, tuple(range(more)), (), features, flips)
 
     def _sums_by_image(self, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -158,8 +205,13 @@ class Patches:
         """
         x, conv, taps = self.image, self.conv, []
         for offset in itertools.product(*(range(size) for size in conv.window)):
-            moved = [(p[0] - o * d, p[1]) for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)]
-            one = dataclasses.replace(conv, window=(1,) * len(conv.window), padding=tuple(moved))
+            moved = [
+                (p[0] - o * d, p[1])
+                for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)
+            ]
+            one = dataclasses.replace(
+                conv, window=(1,) * len(conv.window), padding=tuple(moved)
+            )
             seen = of(patches(x, one).reshape(x.shape[0], -1, x.shape[-1]))
             taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
         return self._of_features((x.shape[0],))(jnp.stack(taps, axis=1))[:, :, 0]
@@ -171,18 +223,32 @@ class Patches:
         moment = offset_moment(self.image, axes).reshape(*names, *names)
         flips = [*form.flips, *(k + len(names) for k in form.flips)]
         moment = jnp.flip(moment, flips) if flips else moment
-        return moment.transpose(*order, *(k + len(names) for k in order)).reshape(1, math.prod(names), math.prod(names))
+        return moment.transpose(*order, *(k + len(names) for k in order)).reshape(
+            1, math.prod(names), math.prod(names)
+        )
 
     def _gram_of_patches(self) -> jax.Array:
         conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
         # With a single tap, the patches are no larger than the image.
-        limit = n if taps == 1 else max(1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1]))
+        limit = (
+            n
+            if taps == 1
+            else max(
+                1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1])
+            )
+        )
 
         def moments(part):
             return Rows(self._arranged(part.shape[0])(patches(part, conv))).gram()
 
-        few, many = (functools.partial(sum_of_parts, moments, k * limit) for k in (1, ON_GPUS))
-        return few(self.image) if n <= limit else lax.platform_dependent(self.image, cuda=many, default=few)
+        few, many = (
+            functools.partial(sum_of_parts, moments, k * limit) for k in (1, ON_GPUS)
+        )
+        return (
+            few(self.image)
+            if n <= limit
+            else lax.platform_dependent(self.image, cuda=many, default=few)
+        )
 
 
 def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
@@ -190,7 +256,16 @@ def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | N
     taps, positions = math.prod(conv.window), math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
-    axes = tuple(map(Axis, sizes, conv.window, conv.rhs_dilation, (low for low, _ in conv.padding), conv.out))
+    axes = tuple(
+        map(
+            Axis,
+            sizes,
+            conv.window,
+            conv.rhs_dilation,
+            (low for low, _ in conv.padding),
+            conv.out,
+        )
+    )
     # The factor 1.5 is 0.75 times 2. Symmetry halves the products for all offsets, and the borders add half of the
     # remainder. Patches must take at least twice as many products as correlations.
     products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)

@@ -33,9 +33,13 @@ def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Arra
     elements = copies * (d_in * d_out * (positions > 1) + positions * (d_in + d_out))
 
     def squares(inputs, gradients):
-        return _squares(x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis)
+        return _squares(
+            x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis
+        )
 
-    return sum_of_parts(squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example())
+    return sum_of_parts(
+        squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example()
+    )
 
 
 def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
@@ -45,16 +49,23 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
     # Rotate either the rows or the gradient, which is one matrix per example, whichever takes fewer products.
     rows_first = positions * (d_in**2 + d_out**2) <= d_in * d_out * (d_in + d_out)
     if rows_first:
-        a, g = jnp.einsum("ncsi,cij->ncsj", a, q_a), jnp.einsum("ncso,cop->ncsp", g, q_g)
+        a, g = (
+            jnp.einsum("ncsi,cij->ncsj", a, q_a),
+            jnp.einsum("ncso,cop->ncsp", g, q_g),
+        )
     if positions == 1:
-        return jnp.einsum("nco,nci->coi", jnp.square(g[:, :, 0]), jnp.square(a[:, :, 0]))
+        return jnp.einsum(
+            "nco,nci->coi", jnp.square(g[:, :, 0]), jnp.square(a[:, :, 0])
+        )
     gradients = jnp.einsum("ncso,ncsi->ncoi", g, a)
     if not rows_first:
         gradients = jnp.einsum("cop,ncoi,cij->ncpj", q_g, gradients, q_a)
     return jnp.sum(jnp.square(gradients), axis=0)
 
 
-def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement) -> jax.Array:
+def example_gradients(
+    g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement
+) -> jax.Array:
     """Return the per-example gradients with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
     Args:
@@ -72,5 +83,7 @@ def example_gradients(g: jax.Array, coefficient: jax.Array | None, arrange: Arra
     axes = [*arrange.examples, *arrange.features]
     order = sorted(axes)
     # Sum before transposing, in the array's memory layout.
-    gradients = jnp.sum(gradients, axis=arrange.rows).transpose([order.index(k) for k in axes])
+    gradients = jnp.sum(gradients, axis=arrange.rows).transpose(
+        [order.index(k) for k in axes]
+    )
     return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -51,10 +51,16 @@ class Axis(NamedTuple):
         stop = min(last, i * self.dilation - self.low + self.out)
         if start >= stop:
             return None
-        return Pair(j - i, offset, tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b))
+        return Pair(
+            j - i,
+            offset,
+            tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b),
+        )
 
     def pairs(self) -> list[Pair | None]:
-        return [self.pair(i, j) for i, j in itertools.product(range(self.window), repeat=2)]
+        return [
+            self.pair(i, j) for i, j in itertools.product(range(self.window), repeat=2)
+        ]
 
     def partial(self) -> list[Pair]:
         """Return the distinct pairs that do not reach all positions."""
@@ -62,9 +68,14 @@ class Axis(NamedTuple):
 
     def places(self) -> np.ndarray:
         """Return each pair's index along this axis in the result of `_by_pair`, `[window, window]`."""
-        order: dict[Pair | None, int] = {pair: k for k, pair in enumerate(self.partial(), 2 * self.steps + 1)}
+        order: dict[Pair | None, int] = {
+            pair: k for k, pair in enumerate(self.partial(), 2 * self.steps + 1)
+        }
         order[None] = 2 * self.steps + 1 + len(order)
-        places = [order[p] if p is None or p.strips else self.steps + p.steps for p in self.pairs()]
+        places = [
+            order[p] if p is None or p.strips else self.steps + p.steps
+            for p in self.pairs()
+        ]
         return np.reshape(places, (self.window, self.window))
 
 
@@ -102,7 +113,9 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     if x.dtype == wide:
         return of_pairs(x)
     # No backend convolves narrow operands into float32. Widening them gives the same products, but is slow on a GPU.
-    return lax.platform_dependent(x, cuda=of_pairs, default=lambda x: of_pairs(x.astype(wide)))
+    return lax.platform_dependent(
+        x, cuda=of_pairs, default=lambda x: of_pairs(x.astype(wide))
+    )
 
 
 def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
@@ -111,16 +124,26 @@ def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     # The index of each tap pair's distinct block, [*window, *window].
     rank = len(axes)
     others = [tuple(j for j in range(2 * rank) if j % rank != k) for k in range(rank)]
-    places = [np.expand_dims(axis.places(), other) for axis, other in zip(axes, others, strict=True)]
+    places = [
+        np.expand_dims(axis.places(), other)
+        for axis, other in zip(axes, others, strict=True)
+    ]
     index = np.ravel_multi_index(np.broadcast_arrays(*places), distinct.shape[:-2])
     taps, channels = math.prod(axis.window for axis in axes), x.shape[-1]
     # A gather writes the matrix once. Concatenating slices, or correcting in place, takes two to four times as long.
-    blocks = jnp.take(distinct.reshape(-1, channels, channels), index.reshape(taps, taps), axis=0, mode="clip")
+    blocks = jnp.take(
+        distinct.reshape(-1, channels, channels),
+        index.reshape(taps, taps),
+        axis=0,
+        mode="clip",
+    )
     shape = [*(axis.window for axis in axes), channels]
     return blocks.transpose(0, 2, 1, 3).reshape(*shape, *shape)
 
 
-def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) -> jax.Array:
+def _by_pair(
+    left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int
+) -> jax.Array:
     """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
 
     Along the axes from `k` on, the offsets are followed by the distinct tap pairs that do not reach all positions, and
@@ -134,15 +157,24 @@ def _by_pair(left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int) ->
     if not more:
         return everywhere
     # Write in place, because XLA would fuse a concatenation with the computation of its parts, element by element.
-    result = jnp.pad(everywhere, [(0, more if j == k else 0) for j in range(everywhere.ndim)])
+    result = jnp.pad(
+        everywhere, [(0, more if j == k else 0) for j in range(everywhere.ndim)]
+    )
     for place, pair in enumerate(partial, size):
         part = lax.index_in_dim(everywhere, axes[k].steps + pair.steps, axis=k)
         for start, stop in pair.strips:
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
             if left is not right or pair.offset:
-                from_right = lax.slice_in_dim(right, start + pair.offset, stop + pair.offset, axis=k + 1)
-            part -= _by_pair(from_left, from_right, [*axes[:k], _one(stop - start), *axes[k + 1 :]], k + 1)
+                from_right = lax.slice_in_dim(
+                    right, start + pair.offset, stop + pair.offset, axis=k + 1
+                )
+            part -= _by_pair(
+                from_left,
+                from_right,
+                [*axes[:k], _one(stop - start), *axes[k + 1 :]],
+                k + 1,
+            )
         result = lax.dynamic_update_slice_in_dim(result, part, place, axis=k)
     return result
 
@@ -153,20 +185,28 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     if not any(axis.steps for axis in axes):
         # With a single offset, a matrix product suffices and avoids the layouts that convolutions need.
         left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
-        moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype))
+        moment = jnp.einsum(
+            "ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype)
+        )
         return moment.reshape((1,) * rank + moment.shape)
     if left.dtype != accumulator(left.dtype):
         return _products(left, right, axes)
     middle = tuple(range(1, rank + 1))
     # As in a kernel's gradient, swap the roles of batch and channels.
-    spec = lax.ConvDimensionNumbers((rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank)))
+    spec = lax.ConvDimensionNumbers(
+        (rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank))
+    )
     reach = [axis.steps * axis.dilation for axis in axes]
     padding = [(r, r) for r in reach]
     # If an image is correlated with itself, `C[-d] = C[d]^T`, so compute only half of the offsets along this axis.
-    half = next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
+    half = (
+        next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
+    )
     if half is not None:
         padding[half] = (0, reach[half])
-    ahead = lax.conv_general_dilated(right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec)
+    ahead = lax.conv_general_dilated(
+        right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec
+    )
     if half is None:
         return ahead
     behind = lax.rev(lax.slice_in_dim(ahead, 1, None, axis=half), range(rank)).mT
@@ -178,10 +218,21 @@ def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Ar
     reach = [axis.steps * axis.dilation for axis in axes]
     padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])
     sizes = left.shape[1:-1]
-    starts = itertools.product(*(range(0, 2 * r + 1, a.dilation) for r, a in zip(reach, axes, strict=True)))
+    starts = itertools.product(
+        *(range(0, 2 * r + 1, a.dilation) for r, a in zip(reach, axes, strict=True))
+    )
     shifted = [
-        lax.slice(padded, (0, *at, 0), (len(left), *map(sum, zip(at, sizes, strict=True)), left.shape[-1]))
+        lax.slice(
+            padded,
+            (0, *at, 0),
+            (len(left), *map(sum, zip(at, sizes, strict=True)), left.shape[-1]),
+        )
         for at in starts
     ]
-    moment = jnp.einsum("n...i,on...j->oij", left, jnp.stack(shifted), preferred_element_type=accumulator(left.dtype))
+    moment = jnp.einsum(
+        "n...i,on...j->oij",
+        left,
+        jnp.stack(shifted),
+        preferred_element_type=accumulator(left.dtype),
+    )
     return moment.reshape(*(2 * axis.steps + 1 for axis in axes), *moment.shape[1:])

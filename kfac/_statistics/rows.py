@@ -49,15 +49,28 @@ class Arrangement(NamedTuple):
         def size(positions):
             return math.prod(self.split[k] for k in positions)
 
-        x = jnp.flip(x.reshape(self.split), self.flips) if self.flips else x.reshape(self.split)
+        x = (
+            jnp.flip(x.reshape(self.split), self.flips)
+            if self.flips
+            else x.reshape(self.split)
+        )
         x = x.transpose(self.copies + self.examples + self.rows + self.features)
-        return x.reshape(size(self.copies), size(self.examples), size(self.rows), size(self.features))
+        return x.reshape(
+            size(self.copies), size(self.examples), size(self.rows), size(self.features)
+        )
 
 
 class Geometry(Protocol):
     """The way in which an operation turns its data into rows. Each layer kind has its own geometry."""
 
-    def form(self, x: jax.Array, arrange: Arrangement, homogeneous: float | None, images: bool, dtype: Any) -> Any:
+    def form(
+        self,
+        x: jax.Array,
+        arrange: Arrangement,
+        homogeneous: float | None,
+        images: bool,
+        dtype: Any,
+    ) -> Any:
         """Return an operation's rows, a `Form`. For a lookup, the rows have only the method `diagonal`.
 
         Args:
@@ -111,7 +124,9 @@ class Rows:
 
     def gram(self) -> jax.Array:
         rows = self.array.reshape(len(self.array), -1, self.array.shape[-1])
-        moment = jnp.einsum("cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype))
+        moment = jnp.einsum(
+            "cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype)
+        )
         total = jnp.sum(self.array, axis=(1, 2), dtype=moment.dtype)
         return bordered(moment, total, self.homogeneous, self.count)
 
@@ -123,7 +138,9 @@ class Rows:
         return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2))
+        squares = jnp.sum(
+            jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2)
+        )
         return append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
@@ -189,7 +206,11 @@ class OneHot:
     def diagonal(self) -> jax.Array:
         flat = self.indices[..., self.lookup.column].reshape(-1)
         inside = jnp.clip(flat, 0, self.lookup.rows - 1)
-        weight = (flat == inside).astype(self.dtype) if self.lookup.drop else jnp.ones_like(flat, self.dtype)
+        weight = (
+            (flat == inside).astype(self.dtype)
+            if self.lookup.drop
+            else jnp.ones_like(flat, self.dtype)
+        )
         counts = jax.ops.segment_sum(weight, inside, num_segments=self.lookup.rows)
         return self.arrange(counts)[:, 0, 0]
 
@@ -208,25 +229,37 @@ class Groups:
 
     def gram(self) -> jax.Array:
         numbers = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+            dot_dimension_numbers=(((0,), (0,)), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[],
         )
         dtype = accumulator(self.array.dtype)
-        return lax.ragged_dot_general(self.array, self.array, self.sizes, numbers, preferred_element_type=dtype)
+        return lax.ragged_dot_general(
+            self.array, self.array, self.sizes, numbers, preferred_element_type=dtype
+        )
 
     def blocks(self, count: int) -> jax.Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
         squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
-        copy = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right")
+        copy = jnp.searchsorted(
+            jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right"
+        )
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 
 
 def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
     """Cut `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last padded with zeros."""
-    (*lead, d), rows, block = moment.shape[:-1], -(-moment.shape[-1] // count), np.arange(count)
+    (*lead, d), rows, block = (
+        moment.shape[:-1],
+        -(-moment.shape[-1] // count),
+        np.arange(count),
+    )
     moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
-    return jnp.moveaxis(moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3)
+    return jnp.moveaxis(
+        moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3
+    )
 
 
 def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
@@ -237,7 +270,9 @@ def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
     return jnp.pad(rows, widths, constant_values=homogeneous * count)
 
 
-def bordered(moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+def bordered(
+    moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int
+) -> jax.Array:
     """Append the row and column of a homogeneous entry to a sum of outer products.
 
     Args:
@@ -247,7 +282,9 @@ def bordered(moment: jax.Array, total: jax.Array, homogeneous: float | None, cou
       count: the number of summed rows.
     """
     if not homogeneous:
-        return moment if homogeneous is None else jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
+        return (
+            moment if homogeneous is None else jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
+        )
     corner = jnp.full((moment.shape[0], 1, 1), count, moment.dtype)
     top = jnp.concatenate([moment, total[:, :, None]], axis=2)
     bottom = jnp.concatenate([total[:, None, :], corner], axis=2)

@@ -18,4 +18,13 @@ from kfac.curvature._gauss_newton import gauss_newton
 from kfac.curvature._matrix import Matrix
 from kfac.curvature._operator import Operator, averaged_factors, operator
 
-__all__ = ["Likelihood", "Matrix", "Operator", "averaged_factors", "eigenbasis", "estimate", "gauss_newton", "operator"]
+__all__ = [
+    "Likelihood",
+    "Matrix",
+    "Operator",
+    "averaged_factors",
+    "eigenbasis",
+    "estimate",
+    "gauss_newton",
+    "operator",
+]

@@ -52,19 +52,27 @@ def estimate(
     Raises:
       ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
-    measure = value_and_grad(loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples)
+    measure = value_and_grad(
+        loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples
+    )
     options = {} if basis is None else {"basis": basis}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def averaged(mean, count, params, batch, number):
-        traced = trace(loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {}))
-        examples = layers_of(traced, layers, find_marks(traced), num_examples).num_examples
+        traced = trace(
+            loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {})
+        )
+        examples = layers_of(
+            traced, layers, find_marks(traced), num_examples
+        ).num_examples
         drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
         factors = measure(params, batch, **drawn, **options)[2].whole()
         if mean is None:
             return factors, examples
         share = examples / (count + examples)
-        return jax.tree.map(lambda old, new: old + share * (new - old), mean, factors), count + examples
+        return jax.tree.map(
+            lambda old, new: old + share * (new - old), mean, factors
+        ), count + examples
 
     mean, count = None, 0
     for number, batch in enumerate(batches):

@@ -36,12 +36,18 @@ class GaussNewton(Linear):
     batches: int = dataclasses.field(metadata={"static": True})
 
     def like(self) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params
+        )
 
     def matvec(self, tree: Any) -> Any:
-        tangents = jax.tree.map(lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree)
+        tangents = jax.tree.map(
+            lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree
+        )
         total = self._sum(lambda root, index: root(tangents))
-        return jax.tree.map(lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree)
+        return jax.tree.map(
+            lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree
+        )
 
     def sample(self, key: jax.Array) -> Any:
         """Draw `R^T` times white noise, with `F = R^T R`, so the covariance is `F`."""
@@ -49,7 +55,10 @@ class GaussNewton(Linear):
         def white(root, index):
             roots = jax.eval_shape(root, self.params)
             keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
-            return [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, roots, strict=True)]
+            return [
+                jax.random.normal(k, x.shape, x.dtype)
+                for k, x in zip(keys, roots, strict=True)
+            ]
 
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
@@ -57,13 +66,20 @@ class GaussNewton(Linear):
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
 
         def of_batch(data, index):
-            loss = marked(lambda p: self.loss_fn(p, *data), self.params, self.num_examples, "gauss_newton")
+            loss = marked(
+                lambda p: self.loss_fn(p, *data),
+                self.params,
+                self.num_examples,
+                "gauss_newton",
+            )
             _, root = loss.root(self.params)
             return jax.linear_transpose(root, self.params)(rows(root, index))[0]
 
         if self.batches == 1:
             return of_batch(self.data, jnp.zeros((), jnp.int32))
-        parts = jax.tree.map(lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data)
+        parts = jax.tree.map(
+            lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data
+        )
         zeros = jax.tree.map(jnp.zeros_like, self.params)
 
         def add(total, part):
@@ -118,14 +134,22 @@ def gauss_newton(
       tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
     """
     check_given(batches=batches, num_examples=num_examples)
-    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
+    lengths = (
+        {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
+    )
     for length in lengths | ({(num_examples,)} if num_examples else set()):
         if not length or length[0] % batches:
-            raise ValueError(f"batches={batches} does not divide {length[0] if length else 'a number among the data'}")
+            raise ValueError(
+                f"batches={batches} does not divide {length[0] if length else 'a number among the data'}"
+            )
     if blocks is not None:
         check_type("blocks", blocks, Operator, "what kfac.curvature.operator returns")
         if len(blocks.blocks) < len(blocks.layers):
-            raise ValueError("blocks leaves out parameters, which the whole matrix has: find layers without skip=")
+            raise ValueError(
+                "blocks leaves out parameters, which the whole matrix has: find layers without skip="
+            )
     part = num_examples and num_examples // batches
     data = jax.tree.map(jnp.asarray, data)
-    return Matrix((GaussNewton(params, data, loss_fn, part, batches),), (1.0,), 0.0, blocks)
+    return Matrix(
+        (GaussNewton(params, data, loss_fn, part, batches),), (1.0,), 0.0, blocks
+    )

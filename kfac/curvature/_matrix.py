@@ -88,17 +88,26 @@ class Linear:
     def _flat(self, vector: jax.Array) -> jax.Array:
         zeros, unravel = self._raveled()
         if vector.shape != zeros.shape:
-            raise ValueError(f"a flat vector has shape {list(vector.shape)}, but there are {zeros.size} parameters")
+            raise ValueError(
+                f"a flat vector has shape {list(vector.shape)}, but there are {zeros.size} parameters"
+            )
         return ravel_pytree(self.matvec(unravel(vector.astype(zeros.dtype))))[0]
 
     def _raveled(self) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-        return ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.like()))
+        return ravel_pytree(
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.like())
+        )
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Any:
         """Multiply the matrix by a number."""
         s = scalar(scale)
         m = as_matrix(self)
-        return Matrix(m.terms, tuple(s * x for x in m.scales), s * m.shift, None if m.near is None else m.near * s)
+        return Matrix(
+            m.terms,
+            tuple(s * x for x in m.scales),
+            s * m.shift,
+            None if m.near is None else m.near * s,
+        )
 
     __rmul__ = __mul__
 
@@ -113,7 +122,9 @@ class Linear:
             b = as_matrix(other)
             # The sum of two operators is not an `Operator`, so only one of them can precondition.
             near = b.near if a.near is None else a.near
-            return Matrix(a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near)
+            return Matrix(
+                a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near
+            )
         near = None if a.near is None else a.near + other
         return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
 
@@ -138,16 +149,22 @@ class Linear:
         check(k=k)
         zeros, unravel = self._raveled()
         steps = min(steps or 2 * k + 32, zeros.size)
-        basis, tridiagonal, last = lanczos(self._flat, jax.random.normal(key, zeros.shape, zeros.dtype), steps)
+        basis, tridiagonal, last = lanczos(
+            self._flat, jax.random.normal(key, zeros.shape, zeros.dtype), steps
+        )
         values, rotation = jnp.linalg.eigh(tridiagonal)
         chosen = rotation[:, ::-1][:, :k]
-        vectors = jax.vmap(unravel)(jnp.matmul(chosen.T, basis, precision=lax.Precision.HIGHEST))
+        vectors = jax.vmap(unravel)(
+            jnp.matmul(chosen.T, basis, precision=lax.Precision.HIGHEST)
+        )
         return Eigenpairs(values[::-1][:k], vectors, last * jnp.abs(chosen[-1]))
 
     def to_dense(self) -> jax.Array:
         """Return a small model's dense matrix, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`."""
         zeros, _ = self._raveled()
-        return lax.map(self._flat, jnp.eye(zeros.size, dtype=zeros.dtype), batch_size=256).T
+        return lax.map(
+            self._flat, jnp.eye(zeros.size, dtype=zeros.dtype), batch_size=256
+        ).T
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} parameters)"
@@ -156,7 +173,14 @@ class Linear:
 class ByProducts(Linear):
     """Base class of matrices whose solutions, functions, trace and determinant need only products."""
 
-    def solve(self, tree: Any, damping: Any = 0.0, *, tolerance: float = 1e-5, max_steps: int = 1000) -> Solution:
+    def solve(
+        self,
+        tree: Any,
+        damping: Any = 0.0,
+        *,
+        tolerance: float = 1e-5,
+        max_steps: int = 1000,
+    ) -> Solution:
         """Compute `(M + damping I)^-1 v` by conjugate gradients, preconditioned by `near` unless it is None.
 
         Args:
@@ -168,7 +192,9 @@ class ByProducts(Linear):
         _, unravel = self._raveled()
         near = None if self.near is None else (self.near + damping).inv()._flat
         flat, _ = ravel_pytree(tree)
-        x, steps, residual = conjugate_gradients((self + damping)._flat, flat, near, tolerance, max_steps)
+        x, steps, residual = conjugate_gradients(
+            (self + damping)._flat, flat, near, tolerance, max_steps
+        )
         return Solution(unravel(x), steps, residual)
 
     def inv(self, *, tolerance: float = 1e-5, max_steps: int = 1000) -> Inverted:
@@ -213,20 +239,36 @@ class ByProducts(Linear):
 
         def of_one(key):
             start = jax.random.rademacher(key, zeros.shape, zeros.dtype)
-            product = self._flat if root is None else lambda v: root(self._flat(root(v)))
+            product = (
+                self._flat if root is None else lambda v: root(self._flat(root(v)))
+            )
             tridiagonal = lanczos(product, start, min(steps, zeros.size))[1]
             # The tridiagonal matrices after all steps and after half of the steps.
-            parts = [tridiagonal[:k, :k] for k in (len(tridiagonal), -(-len(tridiagonal) // 2))]
-            return zeros.size * jnp.stack([first_column(jnp.log, part)[0] for part in parts])
+            parts = [
+                tridiagonal[:k, :k]
+                for k in (len(tridiagonal), -(-len(tridiagonal) // 2))
+            ]
+            return zeros.size * jnp.stack(
+                [first_column(jnp.log, part)[0] for part in parts]
+            )
 
         (value, half), errors = _mean(of_one, key, probes)
-        return Estimate(value + (0 if root is None else self.near.logdet()), jnp.hypot(errors[0], value - half))
+        return Estimate(
+            value + (0 if root is None else self.near.logdet()),
+            jnp.hypot(errors[0], value - half),
+        )
 
 
-def _mean(of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int) -> Estimate:
+def _mean(
+    of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int
+) -> Estimate:
     check(probes=probes)
     values = lax.map(of_one, jax.random.split(key, probes))
-    error = jnp.std(values, 0, ddof=1) / probes**0.5 if probes > 1 else jnp.full(values.shape[1:], jnp.inf)
+    error = (
+        jnp.std(values, 0, ddof=1) / probes**0.5
+        if probes > 1
+        else jnp.full(values.shape[1:], jnp.inf)
+    )
     return Estimate(jnp.mean(values, 0), error)
 
 
@@ -258,7 +300,10 @@ class Matrix(ByProducts):
         products = [term.matvec(tree) for term in self.terms]
 
         def total(leaf, *terms):
-            return (self.shift * leaf + sum(s * x for s, x in zip(self.scales, terms, strict=True))).astype(leaf.dtype)
+            return (
+                self.shift * leaf
+                + sum(s * x for s, x in zip(self.scales, terms, strict=True))
+            ).astype(leaf.dtype)
 
         return jax.tree.map(total, tree, *products)
 
@@ -268,12 +313,23 @@ class Matrix(ByProducts):
         first, *keys = jax.random.split(key, 1 + len(self.terms))
         draws = [term.sample(own) for term, own in zip(self.terms, keys, strict=True)]
         roots = [jnp.sqrt(scale) for scale in self.scales]
-        white = unravel(jnp.sqrt(self.shift).astype(noise.dtype) * jax.random.normal(first, noise.shape, noise.dtype))
-        return jax.tree.map(lambda w, *own: w + sum(r * x for r, x in zip(roots, own, strict=True)), white, *draws)
+        white = unravel(
+            jnp.sqrt(self.shift).astype(noise.dtype)
+            * jax.random.normal(first, noise.shape, noise.dtype)
+        )
+        return jax.tree.map(
+            lambda w, *own: w + sum(r * x for r, x in zip(roots, own, strict=True)),
+            white,
+            *draws,
+        )
 
 
 def as_matrix(matrix: Any) -> Matrix:
-    return matrix if isinstance(matrix, Matrix) else Matrix((matrix,), (1.0,), near=matrix.near)
+    return (
+        matrix
+        if isinstance(matrix, Matrix)
+        else Matrix((matrix,), (1.0,), near=matrix.near)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -289,7 +345,9 @@ class Inverted(ByProducts):
         return self.matrix.like()
 
     def matvec(self, tree: Any) -> Any:
-        return self.matrix.solve(tree, tolerance=self.tolerance, max_steps=self.max_steps).value
+        return self.matrix.solve(
+            tree, tolerance=self.tolerance, max_steps=self.max_steps
+        ).value
 
     def sample(self, key: jax.Array) -> Any:
         """Draw a tree with covariance `M^-1`: the solution `M^-1 y` for a draw `y` with covariance `M`."""
@@ -318,17 +376,27 @@ class Function(ByProducts):
 
     def matvec(self, tree: Any) -> Any:
         flat, unravel = ravel_pytree(tree)
-        basis, tridiagonal, _ = lanczos(self.matrix._flat, flat, min(self.steps, flat.size))
-        return unravel(jnp.linalg.norm(flat) * (first_column(self.fn, tridiagonal) @ basis))
+        basis, tridiagonal, _ = lanczos(
+            self.matrix._flat, flat, min(self.steps, flat.size)
+        )
+        return unravel(
+            jnp.linalg.norm(flat) * (first_column(self.fn, tridiagonal) @ basis)
+        )
 
 
 def first_column(fn: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> jax.Array:
     """Return `fn(T) e_1` for a small symmetric matrix `T`."""
     values, rotation = jnp.linalg.eigh(matrix)
-    return jnp.matmul(rotation, jnp.where(rotation[0] == 0, 0.0, rotation[0] * fn(values)), precision="highest")
+    return jnp.matmul(
+        rotation,
+        jnp.where(rotation[0] == 0, 0.0, rotation[0] * fn(values)),
+        precision="highest",
+    )
 
 
-def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def lanczos(
+    product: Callable, start: jax.Array, steps: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run Lanczos' method with full reorthogonalization.
 
     Each new vector is orthogonalized twice against all earlier vectors. If the Krylov space is exhausted, a random
@@ -342,7 +410,9 @@ def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array,
 
     def orthogonal(v, basis):
         for _ in range(2):
-            v = v - jnp.matmul(jnp.matmul(basis, v, precision="highest"), basis, precision="highest")
+            v = v - jnp.matmul(
+                jnp.matmul(basis, v, precision="highest"), basis, precision="highest"
+            )
         return v
 
     def unit(v):
@@ -357,19 +427,36 @@ def lanczos(product: Callable, start: jax.Array, steps: int) -> tuple[jax.Array,
         beta = jnp.linalg.norm(new)
         largest = jnp.maximum(largest, jnp.abs(alpha) + beta)
         exhausted = beta <= 16 * epsilon * largest
-        random_vector = jax.random.normal(jax.random.fold_in(jax.random.key(0), k), new.shape, new.dtype)
+        random_vector = jax.random.normal(
+            jax.random.fold_in(jax.random.key(0), k), new.shape, new.dtype
+        )
         new = unit(orthogonal(unit(jnp.where(exhausted, random_vector, new)), basis))
         basis = basis.at[k + 1].set(new)
-        return basis, alphas.at[k].set(alpha), betas.at[k].set(jnp.where(exhausted, 0, beta)), largest
+        return (
+            basis,
+            alphas.at[k].set(alpha),
+            betas.at[k].set(jnp.where(exhausted, 0, beta)),
+            largest,
+        )
 
     basis = jnp.zeros((steps + 1, start.size), start.dtype).at[0].set(unit(start))
     empty = jnp.zeros(steps, start.dtype)
-    basis, alphas, betas, _ = lax.fori_loop(0, steps, step, (basis, empty, empty, jnp.zeros((), start.dtype)))
-    return basis[:-1], jnp.diag(alphas) + jnp.diag(betas[:-1], 1) + jnp.diag(betas[:-1], -1), betas[-1]
+    basis, alphas, betas, _ = lax.fori_loop(
+        0, steps, step, (basis, empty, empty, jnp.zeros((), start.dtype))
+    )
+    return (
+        basis[:-1],
+        jnp.diag(alphas) + jnp.diag(betas[:-1], 1) + jnp.diag(betas[:-1], -1),
+        betas[-1],
+    )
 
 
 def conjugate_gradients(
-    product: Callable, b: jax.Array, near: Callable | None, tolerance: float, max_steps: int
+    product: Callable,
+    b: jax.Array,
+    near: Callable | None,
+    tolerance: float,
+    max_steps: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Solve `M x = b` by conjugate gradients.
 
@@ -399,11 +486,15 @@ def conjugate_gradients(
         return x, r, z + new / rz * p, new, k + 1
 
     z = b if near is None else near(b)
-    x, r, *_, k = lax.while_loop(going, step, (jnp.zeros_like(b), b, z, jnp.vdot(b, z), jnp.zeros((), jnp.int32)))
+    x, r, *_, k = lax.while_loop(
+        going, step, (jnp.zeros_like(b), b, z, jnp.vdot(b, z), jnp.zeros((), jnp.int32))
+    )
     return x, k, jnp.linalg.norm(r) / jnp.where(size > 0, size, 1)
 
 
 def scalar(value: Any) -> Any:
     if isinstance(value, Linear) or jnp.ndim(value):
-        raise TypeError(f"an operator is multiplied by numbers, not by {type(value).__name__}")
+        raise TypeError(
+            f"an operator is multiplied by numbers, not by {type(value).__name__}"
+        )
     return value

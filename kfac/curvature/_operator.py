@@ -43,7 +43,9 @@ class Block:
 
     def __matmul__(self, matrices: jax.Array) -> jax.Array:
         """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
-        wide = matrices.reshape(self.values.shape).astype(jnp.result_type(matrices, self.values))
+        wide = matrices.reshape(self.values.shape).astype(
+            jnp.result_type(matrices, self.values)
+        )
         turned = self.values * rotate(wide, self.basis, "float32", back=False)
         return rotate(turned, self.basis, "float32", back=True).reshape(matrices.shape)
 
@@ -59,9 +61,19 @@ class Block:
     def to_dense(self) -> jax.Array:
         """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
         k, d_out, d_in = self.values.shape
-        units = jnp.eye(d_out * d_in, dtype=self.values.dtype).reshape(-1, 1, d_in, d_out).swapaxes(-1, -2)
-        columns = jax.vmap(self.__matmul__)(jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in)))
-        return columns.swapaxes(-1, -2).reshape(d_out * d_in, k, d_out * d_in).transpose(1, 2, 0)
+        units = (
+            jnp.eye(d_out * d_in, dtype=self.values.dtype)
+            .reshape(-1, 1, d_in, d_out)
+            .swapaxes(-1, -2)
+        )
+        columns = jax.vmap(self.__matmul__)(
+            jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in))
+        )
+        return (
+            columns.swapaxes(-1, -2)
+            .reshape(d_out * d_in, k, d_out * d_in)
+            .transpose(1, 2, 0)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -92,11 +104,16 @@ class Operator(Linear):
             if layer.params[0] in leaves:
                 matrix = layer.to_matrix([leaves[path] for path in layer.params])
                 new |= _leaves(layer, self.blocks[layer.name] @ layer.to_pieces(matrix))
-        return map_by_path(lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype), tree)
+        return map_by_path(
+            lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype),
+            tree,
+        )
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
         """Apply `fn` to the eigenvalues, elementwise; the eigenvectors stay the same."""
-        return dataclasses.replace(self, blocks={name: block.map(fn) for name, block in self.blocks.items()})
+        return dataclasses.replace(
+            self, blocks={name: block.map(fn) for name, block in self.blocks.items()}
+        )
 
     def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
         """Multiply the matrix by a number."""
@@ -143,7 +160,9 @@ class Operator(Linear):
 
     def diagonal(self) -> Any:
         """Return the diagonal, a tree like the parameters."""
-        return self._tree({layer.name: self.blocks[layer.name].diagonal() for layer in self._layers()})
+        return self._tree(
+            {layer.name: self.blocks[layer.name].diagonal() for layer in self._layers()}
+        )
 
     def sample(self, key: jax.Array) -> Any:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
@@ -152,10 +171,18 @@ class Operator(Linear):
           key: a PRNG key. `jax.vmap(op.sample)(jax.random.split(key, 8))` draws eight.
         """
         noise = {}
-        for layer, layer_key in zip(self._layers(), jax.random.split(key, max(1, len(self.blocks))), strict=False):
+        for layer, layer_key in zip(
+            self._layers(),
+            jax.random.split(key, max(1, len(self.blocks))),
+            strict=False,
+        ):
             block = self.blocks[layer.name].map(jnp.sqrt)
-            normal = jax.random.normal(layer_key, block.values.shape, block.values.dtype)
-            noise[layer.name] = rotate(block.values * normal, block.basis, "float32", back=True)
+            normal = jax.random.normal(
+                layer_key, block.values.shape, block.values.dtype
+            )
+            noise[layer.name] = rotate(
+                block.values * normal, block.basis, "float32", back=True
+            )
         return self._tree(noise)
 
     def block(self, name: str) -> Block:
@@ -165,7 +192,9 @@ class Operator(Linear):
           ValueError: the operator has no block with this name.
         """
         if name not in self.blocks:
-            raise ValueError(f"no layer {name!r} in the operator; there are {', '.join(self.blocks)}")
+            raise ValueError(
+                f"no layer {name!r} in the operator; there are {', '.join(self.blocks)}"
+            )
         return self.blocks[name]
 
     @property
@@ -176,8 +205,14 @@ class Operator(Linear):
     def like(self) -> Any:
         """Return the parameters' shapes, a tree of `jax.ShapeDtypeStruct`, with the common dtype of all blocks."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
-        shapes = {path: shape for layer in self.layers for path, shape in zip(layer.params, layer.shapes, strict=True)}
-        leaves = [jax.ShapeDtypeStruct(shapes[path], dtype) for path in self.layers.paths]
+        shapes = {
+            path: shape
+            for layer in self.layers
+            for path, shape in zip(layer.params, layer.shapes, strict=True)
+        }
+        leaves = [
+            jax.ShapeDtypeStruct(shapes[path], dtype) for path in self.layers.paths
+        ]
         return jax.tree.unflatten(self.layers.structure, leaves)
 
     def _layers(self) -> list[Layer]:
@@ -188,21 +223,33 @@ class Operator(Linear):
         # order they come last, and `from_pieces` drops them. A diagonal factor's eigenvalues are in the order of its
         # rows, so its padding comes last already.
         def falling(layer):
-            turned = [axis for axis, side in ((1, "G"), (2, "A")) if side not in layer.diagonal]
+            turned = [
+                axis
+                for axis, side in ((1, "G"), (2, "A"))
+                if side not in layer.diagonal
+            ]
             return jnp.flip(self.blocks[layer.name].values, turned)
 
-        return jnp.concatenate([layer.from_pieces(falling(layer)).ravel() for layer in self._layers()])
+        return jnp.concatenate(
+            [layer.from_pieces(falling(layer)).ravel() for layer in self._layers()]
+        )
 
     def _tree(self, matrices: dict[str, jax.Array]) -> Any:
         """Assemble a tree like the parameters from the matrices of the layers; zeros where a layer has no matrix."""
         leaves: dict[str, jax.Array] = {}
         for layer in self._layers():
             leaves |= _leaves(layer, matrices[layer.name])
-        return map_by_path(lambda path, x: leaves.get(path, jnp.zeros(x.shape, x.dtype)), self.like())
+        return map_by_path(
+            lambda path, x: leaves.get(path, jnp.zeros(x.shape, x.dtype)), self.like()
+        )
 
 
 def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
-    matrix = layer.from_pieces(matrix) if layer.pieces > 1 else matrix.reshape(-1, layer.d_out, layer.d_in)
+    matrix = (
+        layer.from_pieces(matrix)
+        if layer.pieces > 1
+        else matrix.reshape(-1, layer.d_out, layer.d_in)
+    )
     return dict(zip(layer.params, layer.from_matrix(matrix), strict=True))
 
 
@@ -254,12 +301,17 @@ def operator(
     if inverse is not None:
         check_inverse(inverse)
     given = jnp.asarray(0.0 if damping is None else damping)
-    dampings = given, given  # for the blocks that have an owner device, and for the shared blocks
+    dampings = (
+        given,
+        given,
+    )  # for the blocks that have an owner device, and for the shared blocks
     if isinstance(source, Factors):
         inverse, stacks = _from_factors(layers, source, inverse, basis)
     else:
         if basis is not None:
-            raise ValueError("basis is for factors: the state of an optimizer has its own")
+            raise ValueError(
+                "basis is for factors: the state of an optimizer has its own"
+            )
         state = find_state(source, "source")
         inverse, stacks = _from_state(layers, state, inverse)
         if damping is None:
@@ -267,12 +319,24 @@ def operator(
             dampings = last, last * state.unitwise_damping
     blocks: dict[str, Block] = {}
     for group, statistics, inverse_state in stacks:
-        amount = damping_of_blocks(group.inverse_of(inverse), statistics, dampings[not group.owned])
-        spectra = one_by_one(functools.partial(_spectrum, group.inverse_of(inverse)), inverse_state, statistics, amount)
+        amount = damping_of_blocks(
+            group.inverse_of(inverse), statistics, dampings[not group.owned]
+        )
+        spectra = one_by_one(
+            functools.partial(_spectrum, group.inverse_of(inverse)),
+            inverse_state,
+            statistics,
+            amount,
+        )
         for layer, part in group.split(spectra):
             # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
-            blocks[layer.name] = jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
-    return Operator({layer.name: blocks[layer.name] for layer in layers if layer.name in blocks}, layers)
+            blocks[layer.name] = (
+                jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
+            )
+    return Operator(
+        {layer.name: blocks[layer.name] for layer in layers if layer.name in blocks},
+        layers,
+    )
 
 
 def _spectrum(inverse: Inverse, *block: Any) -> Block:
@@ -284,20 +348,32 @@ def _spectrum(inverse: Inverse, *block: Any) -> Block:
 Source = tuple[Inverse, list[tuple[Group, Any, Any]]]
 
 
-def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: Any) -> Source:
+def _from_factors(
+    layers: Layers, factors: Any, inverse: Inverse | None, basis: Any
+) -> Source:
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
     if basis is None:
-        if inverse is None and any(block.moments is not None for block in factors.values()):
-            raise ValueError("factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out")
+        if inverse is None and any(
+            block.moments is not None for block in factors.values()
+        ):
+            raise ValueError(
+                "factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out"
+            )
         inverse = inverse or Eigh()
         if inverse.takes_moments:
-            raise ValueError(f"inverse={inverse!r} of factors needs the basis= that their moments were taken in")
+            raise ValueError(
+                f"inverse={inverse!r} of factors needs the basis= that their moments were taken in"
+            )
         groups = [group for group in group_layers(layers) if group.captured]
-        return inverse, [(group, group.stack_factors(factors), None) for group in groups]
+        return inverse, [
+            (group, group.stack_factors(factors), None) for group in groups
+        ]
     inverse = inverse or Ekfac()
     if not inverse.takes_moments:
-        raise ValueError(f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()")
+        raise ValueError(
+            f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()"
+        )
     check_basis(basis, layers)
     blocks: list[tuple[Group, Any, Any]] = []
     for layer in layers.with_factors:
@@ -306,9 +382,17 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
         inverse_state: Any = None
         if layer.correctable:
             inverse.check(layer, factors[layer.name])
-            vectors, moments = group.block.stack(layer, basis[layer.name]), stack.moments
-            a, g = (Eigen(q, jnp.zeros(q.shape[:2], q.dtype)) for q in (vectors.A, vectors.G))
-            inverse_state = Kronecker(a, g, Moments(moments, jnp.ones_like(moments[:, 0, 0])))
+            vectors, moments = (
+                group.block.stack(layer, basis[layer.name]),
+                stack.moments,
+            )
+            a, g = (
+                Eigen(q, jnp.zeros(q.shape[:2], q.dtype))
+                for q in (vectors.A, vectors.G)
+            )
+            inverse_state = Kronecker(
+                a, g, Moments(moments, jnp.ones_like(moments[:, 0, 0]))
+            )
         blocks.append((group, stack, inverse_state))
     return inverse, blocks
 
@@ -316,12 +400,23 @@ def _from_factors(layers: Layers, factors: Any, inverse: Inverse | None, basis: 
 def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
     of_state = state.settings.inverse if state.owned else inverse or Eigh()
     # The state's damping is in the units of the state's inverse, so the new inverse takes over `relative`.
-    inverse = dataclasses.replace(inverse, relative=of_state.relative) if inverse else of_state
+    inverse = (
+        dataclasses.replace(inverse, relative=of_state.relative)
+        if inverse
+        else of_state
+    )
     if inverse.takes_moments and inverse != of_state:
-        raise ValueError(f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}")
+        raise ValueError(
+            f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}"
+        )
     pairs = blocks_of(state, layers, "source")
     return inverse, [
-        (g, block.factors, block.inverse if g.inverse_of(inverse).takes_moments else None) for g, block in pairs
+        (
+            g,
+            block.factors,
+            block.inverse if g.inverse_of(inverse).takes_moments else None,
+        )
+        for g, block in pairs
     ]
 
 
@@ -343,6 +438,11 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
     """
     check_layers(layers)
     blocks: dict[str, Any] = {}
-    for group, block in blocks_of(find_state(opt_state, "opt_state"), layers, "opt_state"):
-        blocks |= {layer.name: group.block.unstack(layer, stack) for layer, stack in group.split(block.factors)}
+    for group, block in blocks_of(
+        find_state(opt_state, "opt_state"), layers, "opt_state"
+    ):
+        blocks |= {
+            layer.name: group.block.unstack(layer, stack)
+            for layer, stack in group.split(block.factors)
+        }
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

@@ -76,10 +76,14 @@ def fisher_blocks(
     chosen = valid if names is None else list(names)
     for name in chosen:
         if name not in valid:
-            raise ValueError(f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}")
+            raise ValueError(
+                f"names: no layer with statistics is called {name!r}; there are {', '.join(valid)}"
+            )
 
     def blocks(params, *args, **kwargs):
-        traced = trace(loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs))
+        traced = trace(
+            loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs)
+        )
         marks = find_marks(traced)
         marks.require("the exact Fisher matrix", traced, layers.skipped_paths)
         found = layers_of(traced, layers, marks, num_examples)
@@ -89,18 +93,31 @@ def fisher_blocks(
             raise ValueError(found.unclear)
         leaves = dict(zip(traced.names, jax.tree.leaves(params), strict=True))
         outputs, push, slopes = _outputs(traced, marks, leaves)
-        rows_of = _true(marks, outputs, n) if fisher == "true" else _empirical(marks, slopes, n)
+        rows_of = (
+            _true(marks, outputs, n)
+            if fisher == "true"
+            else _empirical(marks, slopes, n)
+        )
         dtype = accumulator(jnp.result_type(*leaves.values()))
 
         def block(layer):
             def rows(unit):
                 moved = dict(zip(layer.params, layer.from_rows(unit), strict=True))
-                moved = {path: moved.get(path, jnp.zeros_like(x)).astype(x.dtype) for path, x in leaves.items()}
-                return jnp.concatenate([x.astype(dtype).ravel() for x in rows_of(push(moved))])
+                moved = {
+                    path: moved.get(path, jnp.zeros_like(x)).astype(x.dtype)
+                    for path, x in leaves.items()
+                }
+                return jnp.concatenate(
+                    [x.astype(dtype).ravel() for x in rows_of(push(moved))]
+                )
 
             size = layer.d_in * layer.d_out
-            units = jnp.eye(layer.copies * size, dtype=dtype).reshape(-1, layer.copies, layer.d_in, layer.d_out)
-            factor = lax.map(rows, units, batch_size=256).reshape(layer.copies, size, -1)
+            units = jnp.eye(layer.copies * size, dtype=dtype).reshape(
+                -1, layer.copies, layer.d_in, layer.d_out
+            )
+            factor = lax.map(rows, units, batch_size=256).reshape(
+                layer.copies, size, -1
+            )
             matrices = jnp.einsum("cpr,cqr->cpq", factor, factor, precision="highest")
             return matrices if layer.stacked else matrices[0]
 
@@ -120,11 +137,16 @@ def _outputs(
     marks.place(plan, lambda mark: lambda x, offset: (x + offset.astype(x.dtype), x))
 
     def evaluate(leaves, offsets):
-        outs, outputs = replay(traced.program, [*leaves.values(), *traced.arrays], plan, offsets)
+        outs, outputs = replay(
+            traced.program, [*leaves.values(), *traced.arrays], plan, offsets
+        )
         return outs[0], outputs
 
     dtype = jnp.result_type(*leaves.values())
-    offsets = {mark.key: jnp.zeros((*mark.scans, *mark.value.shape), dtype) for mark in marks.marks}
+    offsets = {
+        mark.key: jnp.zeros((*mark.scans, *mark.value.shape), dtype)
+        for mark in marks.marks
+    }
     shapes = jax.eval_shape(evaluate, leaves, offsets)[1]
     offsets = jax.tree.map(lambda x, like: x.astype(like.dtype), offsets, shapes)
     slopes = jax.grad(lambda offsets: evaluate(leaves, offsets)[0])(offsets)
@@ -137,10 +159,15 @@ def _outputs(
 def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
     """Return a function from output tangents `v_r` to `sqrt(weight / n) S_r v_r` for each mark, `H_r = S_r^T S_r`."""
     what = "the exact Fisher matrix"
-    return lambda moved: [mark.times_root(outputs[mark.key], moved[mark.key], n, what) for mark in marks.marks]
+    return lambda moved: [
+        mark.times_root(outputs[mark.key], moved[mark.key], n, what)
+        for mark in marks.marks
+    ]
 
 
-def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
+def _empirical(
+    marks: Marks, slopes: ByMark, n: int
+) -> Callable[[ByMark], list[jax.Array]]:
     """Return a function from output tangents to `sqrt(n)` times each example's contribution to the loss tangent.
 
     The contribution of a mark with weight `w` is divided by `sqrt(w)`. If marks have weights and `n` does not divide
@@ -151,16 +178,24 @@ def _empirical(marks: Marks, slopes: ByMark, n: int) -> Callable[[ByMark], list[
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
             which = f"its {mark.rows} rows cannot be shared out among {n} examples"
-            raise ValueError(f"the output is marked inside a scan, where {which}: mark it outside")
+            raise ValueError(
+                f"the output is marked inside a scan, where {which}: mark it outside"
+            )
         if mark.rows % n:
-            raise ValueError(f"num_examples={n} does not divide the {mark.rows} rows of the marked output")
+            raise ValueError(
+                f"num_examples={n} does not divide the {mark.rows} rows of the marked output"
+            )
 
     def examples(moved, mark, count):
-        return math.sqrt(n / mark.weight) * jnp.sum((slopes[mark.key] * moved[mark.key]).reshape(count, -1), axis=1)
+        return math.sqrt(n / mark.weight) * jnp.sum(
+            (slopes[mark.key] * moved[mark.key]).reshape(count, -1), axis=1
+        )
 
     def rows(moved):
         alone = [examples(moved, mark, mark.rows) for mark in apart]
-        return alone + [sum(examples(moved, mark, n) for mark in together)] * bool(together)
+        return alone + [sum(examples(moved, mark, n) for mark in together)] * bool(
+            together
+        )
 
     return rows
 
@@ -196,7 +231,9 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
         leading axes, because a factor is diagonal or split.
     """
     if not isinstance(block, Statistics):
-        raise TypeError(f"block must be Kronecker or Unitwise, but is {type(block).__name__}")
+        raise TypeError(
+            f"block must be Kronecker or Unitwise, but is {type(block).__name__}"
+        )
     return block.combined().dense(basis)
 
 
@@ -214,10 +251,18 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
       ValueError: the shapes differ.
     """
     if exact.shape != approximation.shape:
-        raise ValueError(f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}")
+        raise ValueError(
+            f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}"
+        )
 
-    norm, other, difference = (jnp.linalg.norm(x, axis=(-2, -1)) for x in (exact, approximation, exact - approximation))
-    return Error(difference / norm, jnp.sum(exact * approximation, axis=(-2, -1)) / (norm * other))
+    norm, other, difference = (
+        jnp.linalg.norm(x, axis=(-2, -1))
+        for x in (exact, approximation, exact - approximation)
+    )
+    return Error(
+        difference / norm,
+        jnp.sum(exact * approximation, axis=(-2, -1)) / (norm * other),
+    )
 
 
 def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
@@ -238,7 +283,9 @@ def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
     """
     shape, a, g = layer.factor_shapes, layer.d_in, layer.d_out
     if set(shape) != {"A", "G"} or exact.shape != (*shape["A"][:-2], a * g, a * g):
-        raise ValueError(f"a block of shape {list(exact.shape)} is not that of {layer.describe()}")
+        raise ValueError(
+            f"a block of shape {list(exact.shape)} is not that of {layer.describe()}"
+        )
 
     def nearest(block):
         rearranged = block.reshape(a, g, a, g).swapaxes(1, 2).reshape(a * a, g * g)

@@ -60,7 +60,11 @@ class Assignment:
     def __post_init__(self):
         """Check the arguments."""
         check_layers(self.layers)
-        check(devices=self.devices, gradients=self.gradients, communication_dtype=self.communication_dtype)
+        check(
+            devices=self.devices,
+            gradients=self.gradients,
+            communication_dtype=self.communication_dtype,
+        )
         check_inverse(self.kind)
 
     @property
@@ -86,13 +90,19 @@ class Assignment:
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in units of `n^3`. The largest number is the critical path."""
-        shares = [cost.work * np.sum(self.shards[cost.name].held, axis=1) for cost in self.costs]
+        shares = [
+            cost.work * np.sum(self.shards[cost.name].held, axis=1)
+            for cost in self.costs
+        ]
         return sum(shares, np.zeros(self.devices, int)).tolist()
 
     @property
     def memory_per_device(self) -> int:
         """Bytes that each device holds for running averages, inverses and momentum."""
-        mesh, way = AbstractMesh((self.devices,), ("devices",)), Way(("devices",), ("devices",))
+        mesh, way = (
+            AbstractMesh((self.devices,), ("devices",)),
+            Way(("devices",), ("devices",)),
+        )
         config = Config(self.layers, self.groups, self.kind, way, Moves(momentum=0.9))
         settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
         state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
@@ -100,8 +110,14 @@ class Assignment:
         def held(owned):
             return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
 
-        dealt = held(x.blocks for x in state.owned.values()) + count_bytes(state.segment)
-        return dealt // self.devices + held(state.shared.values()) + count_bytes(state.bases)
+        dealt = held(x.blocks for x in state.owned.values()) + count_bytes(
+            state.segment
+        )
+        return (
+            dealt // self.devices
+            + held(state.shared.values())
+            + count_bytes(state.bases)
+        )
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -113,21 +129,46 @@ class Assignment:
         wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
             captured = [group for group in self.groups if group.captured]
-            rest = sum(g.size * count_bytes(self._statistics(g)) for g in captured if not g.owned)
-            sizes = {g.name: count_bytes(jax.eval_shape(lambda g=g: self._packed(g))) for g in captured if g.owned}
-            owned = sum(self.shards[name].positions * size for name, size in sizes.items())
+            rest = sum(
+                g.size * count_bytes(self._statistics(g))
+                for g in captured
+                if not g.owned
+            )
+            sizes = {
+                g.name: count_bytes(jax.eval_shape(lambda g=g: self._packed(g)))
+                for g in captured
+                if g.owned
+            }
+            owned = sum(
+                self.shards[name].positions * size for name, size in sizes.items()
+            )
             narrow = jnp.dtype(wire).itemsize * self.packed_elements
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        packed = self._messages(lambda g: self._packed(g, wire) if g.captured else None, "reduce-scatter", BUCKETS)
-        own = self._messages(lambda g: None if g.captured else self._gradient(g), "reduce-scatter")
+        packed = self._messages(
+            lambda g: self._packed(g, wire) if g.captured else None,
+            "reduce-scatter",
+            BUCKETS,
+        )
+        own = self._messages(
+            lambda g: None if g.captured else self._gradient(g), "reduce-scatter"
+        )
         return {kind: packed.get(kind, 0) + own.get(kind, 0) for kind in packed | own}
 
     @property
     def packed_elements(self) -> int:
         """Number of elements in all captured Kronecker layers' packed statistics."""
-        layers = [layer for group in self.groups if group.captured and group.owned for layer in group.layers]
-        return sum(layer.copies * math.prod(room(shape)) for layer in layers for shape in layer.side_shapes.values())
+        layers = [
+            layer
+            for group in self.groups
+            if group.captured and group.owned
+            for layer in group.layers
+        ]
+        return sum(
+            layer.copies * math.prod(room(shape))
+            for layer in layers
+            for shape in layer.side_shapes.values()
+        )
 
     def _packed(self, group: Group, dtype: Any = None) -> Any:
         """Return a block's packed statistics."""
@@ -146,13 +187,24 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [layer for group in self.groups if group.owned for layer in group.layers]
+        gathered = [
+            layer for group in self.groups if group.owned for layer in group.layers
+        ]
         if self.gradients == "split":
-            everywhere = 4 * sum(layer.num_params for layer in self.layers.with_blocks if layer not in gathered)
+            everywhere = 4 * sum(
+                layer.num_params
+                for layer in self.layers.with_blocks
+                if layer not in gathered
+            )
             whole = 4 * sum(layer.num_params for layer in self.layers)
-            return {"reduce-scatter": whole, "all-gather": everywhere} | self.results_messages
+            return {
+                "reduce-scatter": whole,
+                "all-gather": everywhere,
+            } | self.results_messages
         to_owners = gathered if self.gradients == "local" else []
-        averaged = 4 * sum(layer.num_params for layer in self.layers if layer not in to_owners)
+        averaged = 4 * sum(
+            layer.num_params for layer in self.layers if layer not in to_owners
+        )
         sent = self._messages(self._gradient, "reduce-scatter") if to_owners else {}
         return sent | {"all-reduce": averaged}
 
@@ -165,7 +217,11 @@ class Assignment:
         """
         if self.gradients != "split":
             return self._messages(self._gradient, "all-gather")
-        blocks = sum(self.shards[g.name].positions * g.d_out * g.d_in for g in self.groups if g.owned)
+        blocks = sum(
+            self.shards[g.name].positions * g.d_out * g.d_in
+            for g in self.groups
+            if g.owned
+        )
         return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
 
     @property
@@ -173,7 +229,9 @@ class Assignment:
         """Message bytes for the new bases that all devices get after a refresh with `Ekfac`, by kind of message."""
         return self._messages(self._basis, "all-gather")
 
-    def _messages(self, block: Callable[[Group], Any], kind: str, number: int = 1) -> dict[str, int]:
+    def _messages(
+        self, block: Callable[[Group], Any], kind: str, number: int = 1
+    ) -> dict[str, int]:
         """Return the message bytes by kind, as the functions in `collectives` send them.
 
         Args:
@@ -182,8 +240,19 @@ class Assignment:
             without owners are all-reduced.
           number: the largest number of buckets.
         """
-        arrays = {g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g))) for g in self.groups}
-        itemsize = max((x.dtype.itemsize for g, leaves in arrays.items() if g.owned for x in leaves), default=1)
+        arrays = {
+            g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g)))
+            for g in self.groups
+        }
+        itemsize = max(
+            (
+                x.dtype.itemsize
+                for g, leaves in arrays.items()
+                if g.owned
+                for x in leaves
+            ),
+            default=1,
+        )
         sizes = {}
         total: collections.Counter[str] = collections.Counter()
         for group, leaves in arrays.items():
@@ -191,10 +260,19 @@ class Assignment:
                 sizes[group.name] = count_bytes(leaves) // itemsize
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * count_bytes(leaves)
-        buckets = make_buckets({name: self.shards[name].blocks * size for name, size in sizes.items() if size}, number)
+        buckets = make_buckets(
+            {
+                name: self.shards[name].blocks * size
+                for name, size in sizes.items()
+                if size
+            },
+            number,
+        )
         for names in buckets:
             segments = make_segments(self.shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(self.shards[name].full * sizes[name] for name in names)
+            width = segments.width + sum(
+                self.shards[name].full * sizes[name] for name in names
+            )
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return {kind: size for kind, size in total.items() if size and self.devices > 1}
@@ -209,7 +287,11 @@ class Assignment:
 
     def _basis(self, group: Group) -> Any:
         """Return a block's basis, which all devices get, or None."""
-        return self.kind.basis(self.kind.init(self._statistics(group))) if group.owned else None
+        return (
+            self.kind.basis(self.kind.init(self._statistics(group)))
+            if group.owned
+            else None
+        )
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Return every Kronecker block's owner: `(layer name, copy or piece, device)`."""
@@ -227,7 +309,11 @@ class Assignment:
 def _table(plan: Assignment) -> str:
     by_device: dict[int, list[str]] = {device: [] for device in range(plan.devices)}
     for name, copy, device in plan.owners():
-        by_device[device].append(f"{name}[{copy}]" if plan.layers[name].copies * plan.layers[name].pieces > 1 else name)
+        by_device[device].append(
+            f"{name}[{copy}]"
+            if plan.layers[name].copies * plan.layers[name].pieces > 1
+            else name
+        )
     costs = plan.cost_per_device
     total, worst = sum(costs), max(costs)
     lines = [f"{'device':>6}  {'n^3 work':>9}  {'share':>6}  layers"]
@@ -238,7 +324,9 @@ def _table(plan: Assignment) -> str:
         lines.append(f"{device:>6}  {costs[device]:>9.3g}  {share:>6.1%}  {owned}")
     if len(shown) < plan.devices:
         idle = sum(cost == 0 for cost in costs)
-        lines.append(f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing")
+        lines.append(
+            f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing"
+        )
     lines.append(
         f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
         f"{worst * plan.devices / total if total else 1:.2f} times the mean"

@@ -34,7 +34,10 @@ class Hardware:
 # FLOPs are a fifth of the H100's bfloat16 peak (989 TFLOP/s), and two fifths of the TPU v5p's (459 TFLOP/s). Each H100
 # has a network of 400 Gbit/s. A TPU v5p has six links with 4,800 Gbit/s together; a ring uses the two links on one axis
 # of the torus.
-HARDWARE = {"h100": Hardware(2e14, 1e13, 5e10, 8e10), "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10)}
+HARDWARE = {
+    "h100": Hardware(2e14, 1e13, 5e10, 8e10),
+    "tpu-v5p": Hardware(1.8e14, 5e12, 2e11, 9.5e10),
+}
 
 
 # `Plan.seconds` has these keys for messages whose own name already stands for computation.
@@ -150,10 +153,19 @@ def plan(
     check_given(inverse_every=inverse_every, statistics_every=statistics_every)
     assignment = Assignment(layers, devices, inverse, gradients, communication_dtype)
     flops, messages, seconds = _costs(assignment, batch, machine)
-    budget = overhead * (seconds["model"] + seconds["gradients"]) - seconds["preconditioning"] - seconds["results"]
-    statistics_every, inverse_every = _intervals(seconds, budget, statistics_every, inverse_every)
+    budget = (
+        overhead * (seconds["model"] + seconds["gradients"])
+        - seconds["preconditioning"]
+        - seconds["results"]
+    )
+    statistics_every, inverse_every = _intervals(
+        seconds, budget, statistics_every, inverse_every
+    )
     owned = [group.layers[0].name for group in assignment.groups if group.owned]
-    work, layer = max(zip((cost.work for cost in assignment.costs), owned, strict=True), default=(0, "no layer"))
+    work, layer = max(
+        zip((cost.work for cost in assignment.costs), owned, strict=True),
+        default=(0, "no layer"),
+    )
     share = work / max(1, *assignment.cost_per_device)
     return Plan(assignment, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
                 _memory(assignment), (layer, share))  # fmt: skip
@@ -161,24 +173,32 @@ def plan(
 
 def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
     if isinstance(hardware, str) and hardware not in HARDWARE:
-        raise ValueError(f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}")
+        raise ValueError(
+            f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}"
+        )
     machine = HARDWARE[hardware] if isinstance(hardware, str) else hardware
     fields = {field.name for field in dataclasses.fields(Hardware)}
     for name, rate in rates.items():
         if name not in fields:
-            raise TypeError(f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(fields))}")
+            raise TypeError(
+                f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(fields))}"
+            )
         check(**{name: rate})
     return dataclasses.replace(machine, **rates)
 
 
-def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict, dict, dict]:
+def _costs(
+    assignment: Assignment, batch: int, machine: Hardware
+) -> tuple[dict, dict, dict]:
     """Return the FLOPs, the bytes by kind of message, and the seconds, each by part of a step."""
     layers, local = assignment.layers, batch / assignment.devices
     flops = {
         "model": 3 * local * sum(map(products_of, layers)),
         "statistics": local * sum(map(statistics_of, layers)),
         "preconditioning": sum(
-            assignment.shards[g.name].positions * applied(g.shapes) for g in assignment.groups if g.owned
+            assignment.shards[g.name].positions * applied(g.shapes)
+            for g in assignment.groups
+            if g.owned
         ),
         "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
@@ -188,9 +208,14 @@ def _costs(assignment: Assignment, batch: int, machine: Hardware) -> tuple[dict,
         "results": assignment.results_messages,
         "inverses": assignment.fetched_messages,
     }
-    rates = dict.fromkeys(flops, machine.flops) | {"inversions": machine.inversion_flops}
+    rates = dict.fromkeys(flops, machine.flops) | {
+        "inversions": machine.inversion_flops
+    }
     ring = 2 * (assignment.devices - 1) / assignment.devices / machine.bandwidth
-    sent = {_SENT.get(name, name): ring * in_all_reduces(kinds) for name, kinds in messages.items()}
+    sent = {
+        _SENT.get(name, name): ring * in_all_reduces(kinds)
+        for name, kinds in messages.items()
+    }
     return flops, messages, {name: flops[name] / rates[name] for name in flops} | sent
 
 
@@ -201,10 +226,21 @@ def _memory(assignment: Assignment) -> dict[str, int]:
     gradients as stacks.
     """
     parameters = 4 * sum(layer.num_params for layer in assignment.layers)
-    share = -(-parameters // assignment.devices) if assignment.gradients == "split" else parameters
-    at_owners = assignment.results_messages.get("all-to-all", 0) if assignment.gradients == "split" else 0
+    share = (
+        -(-parameters // assignment.devices)
+        if assignment.gradients == "split"
+        else parameters
+    )
+    at_owners = (
+        assignment.results_messages.get("all-to-all", 0)
+        if assignment.gradients == "split"
+        else 0
+    )
     memory = {"parameters": share, "gradients": share + at_owners}
-    return memory | {"state": assignment.memory_per_device, "statistics": _statistics_memory(assignment)}
+    return memory | {
+        "state": assignment.memory_per_device,
+        "statistics": _statistics_memory(assignment),
+    }
 
 
 def _statistics_memory(assignment: Assignment) -> int:
@@ -214,14 +250,27 @@ def _statistics_memory(assignment: Assignment) -> int:
     share of the packed factors, its own blocks, and the largest layer's unpacked factors.
     """
     if assignment.devices == 1:
-        shapes = [shape for layer in assignment.layers.with_factors for shape in layer.factor_shapes.values()]
+        shapes = [
+            shape
+            for layer in assignment.layers.with_factors
+            for shape in layer.factor_shapes.values()
+        ]
         return 4 * sum(map(math.prod, shapes))
     if assignment.gradients != "split":
         return 4 * assignment.packed_elements
     groups = [group for group in assignment.groups if group.captured and group.owned]
-    owned = sum(assignment.shards[g.name].positions * sum(map(math.prod, g.shapes.values())) for g in groups)
-    sides = [sum(map(math.prod, layer.side_shapes.values())) for g in groups for layer in g.layers]
-    return 4 * (assignment.packed_elements // assignment.devices + owned + max(sides, default=0))
+    owned = sum(
+        assignment.shards[g.name].positions * sum(map(math.prod, g.shapes.values()))
+        for g in groups
+    )
+    sides = [
+        sum(map(math.prod, layer.side_shapes.values()))
+        for g in groups
+        for layer in g.layers
+    ]
+    return 4 * (
+        assignment.packed_elements // assignment.devices + owned + max(sides, default=0)
+    )
 
 
 def _too_large(plan: Plan) -> list[str]:
@@ -230,12 +279,21 @@ def _too_large(plan: Plan) -> list[str]:
         return []
     assignment, needed = plan.assignment, format_bytes(sum(plan.memory.values()))
     split = dataclasses.replace(assignment, gradients="split")
-    rest, most = sum(_memory(split).values()), max(plan.memory, key=lambda part: plan.memory[part])
-    if assignment.devices > 1 and assignment.gradients != "split" and rest <= plan.hardware.memory:
+    rest, most = (
+        sum(_memory(split).values()),
+        max(plan.memory, key=lambda part: plan.memory[part]),
+    )
+    if (
+        assignment.devices > 1
+        and assignment.gradients != "split"
+        and rest <= plan.hardware.memory
+    ):
         way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
     else:
         way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
-    return [f"DOES NOT FIT: {needed} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"]
+    return [
+        f"DOES NOT FIT: {needed} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"
+    ]
 
 
 def in_all_reduces(messages: dict[str, int]) -> float:
@@ -243,25 +301,44 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
     An all-reduce is a reduce-scatter and an all-gather, so messages of other kinds count half.
     """
-    return sum(size if kind == "all-reduce" else size / 2 for kind, size in messages.items())
+    return sum(
+        size if kind == "all-reduce" else size / 2 for kind, size in messages.items()
+    )
 
 
-def _seldom(seconds: dict[str, float], statistics_every: int, inverse_every: int) -> float:
+def _seldom(
+    seconds: dict[str, float], statistics_every: int, inverse_every: int
+) -> float:
     """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
-    return statistics / statistics_every + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
+    return (
+        statistics / statistics_every
+        + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
+    )
 
 
-def _intervals(seconds, budget: float, statistics_every, inverse_every) -> tuple[int | None, int | None]:
+def _intervals(
+    seconds, budget: float, statistics_every, inverse_every
+) -> tuple[int | None, int | None]:
     """Return the shortest intervals whose work fits into `budget` seconds of a mean step. Given intervals stay."""
     least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
     if (statistics_every and inverse_every) or least >= budget:
         return statistics_every, inverse_every
-    every = (round(1.02**n) for n in itertools.count())  # intervals of hundreds of steps need not be exact
-    both = next(n for n in every if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget)
+    every = (
+        round(1.02**n) for n in itertools.count()
+    )  # intervals of hundreds of steps need not be exact
+    both = next(
+        n
+        for n in every
+        if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget
+    )
     inverse_every = inverse_every or both
     if not statistics_every:
-        statistics_every = next(n for n in range(1, both + 1) if _seldom(seconds, n, inverse_every) <= budget)
+        statistics_every = next(
+            n
+            for n in range(1, both + 1)
+            if _seldom(seconds, n, inverse_every) <= budget
+        )
     return statistics_every, inverse_every
 
 
@@ -274,13 +351,27 @@ def _text(plan: Plan) -> str:
         f"{format_bytes(hardware.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
     ]
-    for name in ("model", "gradients", "statistics", "inversions", "preconditioning", "results", "inverses"):
+    for name in (
+        "model",
+        "gradients",
+        "statistics",
+        "inversions",
+        "preconditioning",
+        "results",
+        "inverses",
+    ):
         kinds: dict[str, Any] = plan.messages.get(name, {})
-        seconds = sum(plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)})
+        seconds = sum(
+            plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)}
+        )
         if name in plan.flops or kinds:
             flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
-            sent = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
-            lines.append(f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip())
+            sent = ", ".join(
+                f"{kind} {format_bytes(size)}" for kind, size in kinds.items()
+            )
+            lines.append(
+                f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip()
+            )
     name, share = plan.largest
     costs = assignment.cost_per_device
     busiest = max(costs) / max(1, sum(costs)) * assignment.devices
@@ -288,12 +379,21 @@ def _text(plan: Plan) -> str:
         f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
         f"is a block of the shape of {name}"
-        + (": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""),
-        "memory of a device: " + ", ".join(f"{part} {format_bytes(size)}" for part, size in plan.memory.items()),
+        + (
+            ": find_layers(max_dim=...) cuts its factors into blocks"
+            if share > 0.3
+            else ""
+        ),
+        "memory of a device: "
+        + ", ".join(
+            f"{part} {format_bytes(size)}" for part, size in plan.memory.items()
+        ),
     ]
     base, extra = plan.first_order_seconds, plan.extra_seconds
     takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
     if plan.statistics_every and plan.inverse_every:
         takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
-    lines.append(f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}")
+    lines.append(
+        f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}"
+    )
     return "\n".join(lines)

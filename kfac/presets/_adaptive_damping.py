@@ -13,7 +13,12 @@ from jax import lax
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
 from kfac._optimizer.reshard import on_states
-from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, has_masked
+from kfac._optimizer.state import (
+    AdaptiveDampingState,
+    KfacState,
+    find_nodes,
+    has_masked,
+)
 from kfac._varying import as_varying, device_axes, varying_axes
 
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
@@ -111,8 +116,22 @@ def adaptive_damping(
             "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
             f"step_norm=None), but is {optimizer!r}"
         )
-    numbers = dict(minimum=minimum, maximum=maximum, initial=initial, decay=decay, high=high, low=low)
-    intervals = "(0, inf)", f"[{minimum}, inf)", f"[{minimum}, {maximum}]", "(0, 1)", "(0, 1)", f"(0, {high})"
+    numbers = dict(
+        minimum=minimum,
+        maximum=maximum,
+        initial=initial,
+        decay=decay,
+        high=high,
+        low=low,
+    )
+    intervals = (
+        "(0, inf)",
+        f"[{minimum}, inf)",
+        f"[{minimum}, {maximum}]",
+        "(0, 1)",
+        "(0, 1)",
+        f"(0, {high})",
+    )
     for (name, value), interval in zip(numbers.items(), intervals, strict=True):
         check_number(name, value, interval)
     check_given(every=every, num_examples=num_examples)
@@ -121,16 +140,23 @@ def adaptive_damping(
         return optax.with_extra_args_support(optimizer(damping))
 
     def init(params):
-        damping, ratio = jnp.asarray(initial, jnp.float32), jnp.full((), jnp.nan, jnp.float32)
+        damping, ratio = (
+            jnp.asarray(initial, jnp.float32),
+            jnp.full((), jnp.nan, jnp.float32),
+        )
         inner_state = _checked(inner(damping).init(params))
         # Two separate arrays, so that both can be donated.
         count, taken_back = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return AdaptiveDampingState(count, damping, ratio, inner_state, taken_back, jnp.zeros((), bool))
+        return AdaptiveDampingState(
+            count, damping, ratio, inner_state, taken_back, jnp.zeros((), bool)
+        )
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
         if params is None or value_fn is None:
             how = "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
-            raise ValueError(f"a damping that follows the loss after the step needs the parameters and the loss: {how}")
+            raise ValueError(
+                f"a damping that follows the loss after the step needs the parameters and the loss: {how}"
+            )
         if has_masked(params):
             raise ValueError(
                 "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
@@ -138,7 +164,9 @@ def adaptive_damping(
             )
         damping = state.next_damping
         # The optimizer also gets `value_fn`, because it may hold another transformation that evaluates the loss.
-        changes, inner_state = inner(damping).update(updates, state.inner, params, value_fn=value_fn, **extra)
+        changes, inner_state = inner(damping).update(
+            updates, state.inner, params, value_fn=value_fn, **extra
+        )
 
         count = optax.safe_increment(state.count)
         due = count % every == 0
@@ -149,22 +177,37 @@ def adaptive_damping(
             else:
                 model = _along(value_fn, params, changes, num_examples)
             ratio, worse = _reduction_ratio(value_fn, params, changes, model)
-            factor = jnp.where(ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0))
+            factor = jnp.where(
+                ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0)
+            )
             factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
             # A step without a ratio changes neither the damping nor the reported ratio.
             valid = ~jnp.isnan(ratio)
-            new = jnp.where(valid, jnp.clip(damping * factor, minimum, maximum), damping)
-            return new.astype(jnp.float32), jnp.where(valid, ratio, state.reduction_ratio).astype(jnp.float32), worse
+            new = jnp.where(
+                valid, jnp.clip(damping * factor, minimum, maximum), damping
+            )
+            return (
+                new.astype(jnp.float32),
+                jnp.where(valid, ratio, state.reduction_ratio).astype(jnp.float32),
+                worse,
+            )
 
         unmeasured = damping, state.reduction_ratio, jnp.zeros((), bool)
-        next_damping, ratio, worse = lax.cond(due | (count <= every) | state.again, measured, lambda: unmeasured)
+        next_damping, ratio, worse = lax.cond(
+            due | (count <= every) | state.again, measured, lambda: unmeasured
+        )
         # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
         # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
         # Scale the damping with which the next `observe` computes inverses.
         factor = next_damping / damping
-        inner_state = on_states(lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state)
-        return changes, AdaptiveDampingState(count, next_damping, ratio, inner_state, state.taken_back + worse, worse)
+        inner_state = on_states(
+            lambda x: x._replace(observe_damping=factor * x.observe_damping),
+            inner_state,
+        )
+        return changes, AdaptiveDampingState(
+            count, next_damping, ratio, inner_state, state.taken_back + worse, worse
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -172,7 +215,9 @@ def adaptive_damping(
 def _checked(inner_state: Any) -> Any:
     states = find_nodes(inner_state, KfacState)
     kinds = [state.settings.inverse for state in states if state.owned]
-    kinds += [blocks.inverse.inverse for state in states for blocks in state.shared.values()]
+    kinds += [
+        blocks.inverse.inverse for state in states for blocks in state.shared.values()
+    ]
     if any(inverse.relative for inverse in kinds):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
@@ -182,7 +227,10 @@ def _checked(inner_state: Any) -> Any:
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any], params: Any, changes: Any, model: tuple[jax.Array, jax.Array]
+    value_fn: Callable[[Any], Any],
+    params: Any,
+    changes: Any,
+    model: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
 
@@ -198,21 +246,34 @@ def _reduction_ratio(
     """
 
     def averaged(x):
-        axes = device_axes()  # with bound device axes, the loss covers this device's examples only
-        return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes) if axes else x
+        axes = (
+            device_axes()
+        )  # with bound device axes, the loss covers this device's examples only
+        return (
+            lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
+            if axes
+            else x
+        )
 
     before, predicted = jax.tree.map(averaged, model)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(before)  # true if the norm is NaN
+    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(
+        before
+    )  # true if the norm is NaN
     worse = moved & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
-    return jnp.where(worse | (moved & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan), worse
+    return jnp.where(
+        worse | (moved & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan
+    ), worse
 
 
 def _along(
-    value_fn: Callable[[Any], Any], params: Any, direction: Any, num_examples: int | None
+    value_fn: Callable[[Any], Any],
+    params: Any,
+    direction: Any,
+    num_examples: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss at `params` and `<grad h, d> + <d, F d> / 2` for the direction `d`, in a single forward pass.
 

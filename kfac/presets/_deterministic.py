@@ -22,7 +22,9 @@ from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 STEPS = 6  # of conjugate gradients, per update
 
 
-def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.GradientTransformationExtraArgs:
+def deterministic(
+    layers: Layers, *, num_examples: int | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Return a K-FAC optimizer for full-batch training, such as solving a differential equation.
 
     There is no learning rate, momentum or damping to choose. The step `s` approximately minimizes a quadratic model of
@@ -67,7 +69,15 @@ def deterministic(layers: Layers, *, num_examples: int | None = None) -> optax.G
     """
     check_layers(layers)
     step = functools.partial(_quadratic_step, layers, num_examples)
-    return adaptive_damping(step, 1.0, every=1, decay=0.5, minimum=0.1, maximum=1e6, num_examples=num_examples)
+    return adaptive_damping(
+        step,
+        1.0,
+        every=1,
+        decay=0.5,
+        minimum=0.1,
+        maximum=1e6,
+        num_examples=num_examples,
+    )
 
 
 def _quadratic_step(
@@ -80,13 +90,22 @@ def _quadratic_step(
 
     def init(params):
         zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
-        return Predicted(preconditioner(1.0).init(params), optax.tree.zeros_like(params), zero, jnp.zeros_like(zero))
+        return Predicted(
+            preconditioner(1.0).init(params),
+            optax.tree.zeros_like(params),
+            zero,
+            jnp.zeros_like(zero),
+        )
 
     def update(updates, state, params, *, value_fn, **extra):
         del extra
         if device_axes():
-            raise ValueError("deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map")
-        value, root_of_tree = marked(value_fn, params, num_examples, "deterministic").root(params)
+            raise ValueError(
+                "deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
+            )
+        value, root_of_tree = marked(
+            value_fn, params, num_examples, "deterministic"
+        ).root(params)
         flat, unravel = ravel_pytree(params)
         gradient, last = (ravel_pytree(tree)[0] for tree in (updates, state.step))
 
@@ -98,7 +117,9 @@ def _quadratic_step(
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
         tx = preconditioner(damping)
         direction, blocks = tx.update(updates, state.blocks, params)
-        step, rows = _combined(jnp.stack([ravel_pytree(direction)[0], last]), root, gradient, damping)
+        step, rows = _combined(
+            jnp.stack([ravel_pytree(direction)[0], last]), root, gradient, damping
+        )
 
         def conjugate(_, state):
             step, rows, along, size = state
@@ -111,21 +132,31 @@ def _quadratic_step(
             rate = jnp.where(curvature > 0, new / curvature, 0)
             return step + rate * along, rows + rate * moved, along, new
 
-        step, rows, *_ = lax.fori_loop(0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping))
+        step, rows, *_ = lax.fori_loop(
+            0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping)
+        )
         predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
-        step = jnp.where(jnp.isfinite(predicted), step, 0)  # stay in place if the step is not finite
+        step = jnp.where(
+            jnp.isfinite(predicted), step, 0
+        )  # stay in place if the step is not finite
         known = (x.astype(state.loss.dtype) for x in (value, predicted))
         return unravel(step), Predicted(blocks, unravel(step), *known)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _combined(pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _combined(
+    pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the linear combination of two vectors that minimizes the quadratic model, and `R` times the result."""
-    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)  # they differ by orders of magnitude
+    norms = jnp.linalg.norm(
+        pair, axis=1, keepdims=True
+    )  # they differ by orders of magnitude
     pair = pair / jnp.where(norms > 0, norms, 1)
     rows = jnp.stack([root(v) for v in pair])
-    products = jnp.sum(rows[:, None] * rows, axis=-1)  # not matmul, because explicit mesh axes may shard `rows`
+    products = jnp.sum(
+        rows[:, None] * rows, axis=-1
+    )  # not matmul, because explicit mesh axes may shard `rows`
     model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
     # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
     sizes = jnp.diag(model)
