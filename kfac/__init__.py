@@ -86,13 +86,10 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Former names with the present names.
-RENAMED = {"due": "statistics_due"}
-
 
 def __getattr__(name: str) -> object:
-    if name in RENAMED:
-        raise AttributeError(f"kfac.{name} is now kfac.{RENAMED[name]}")
+    if name == "due":
+        raise AttributeError("kfac.due is now kfac.statistics_due")
     # Up to version 0.3.0, `kfac` exported the names of these modules.
     for module in (curvature, planning, presets, state, types):
         if hasattr(module, name) and not name.startswith("_"):

@@ -12,7 +12,7 @@ from optax import Params
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import find_marks
 from kfac._capture.trace import batch_of, trace
-from kfac._capture.value_and_grad import value_and_grad
+from kfac._capture.value_and_grad import statistics
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 
@@ -53,7 +53,7 @@ def estimate(
     Raises:
       ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
-    measure = value_and_grad(
+    measure = statistics(
         loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples
     )
 
@@ -64,8 +64,7 @@ def estimate(
         )
         found = layers_of(traced, layers, find_marks(traced), num_examples)
         own_key = None if key is None else jax.random.fold_in(key, number)
-        _, _, factors = measure(params, batch, fisher_key=own_key, basis=basis)
-        factors = factors.whole()
+        factors = measure(params, batch, fisher_key=own_key, basis=basis).whole()
         if mean is None:
             return factors, found.num_examples
         total = count + found.num_examples

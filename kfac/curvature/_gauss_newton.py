@@ -16,8 +16,6 @@ from kfac._checks import check_given, check_type
 from kfac.curvature._matrix import Linear, Matrix
 from kfac.curvature._operator import Operator
 
-Root = Callable[[Params], list[jax.Array]]
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,7 +63,7 @@ class GaussNewton(Linear):
 
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
-    def _sum(self, rows: Callable[[Root, jax.Array], list[jax.Array]]) -> Params:
+    def _sum(self, rows: Callable[..., list[jax.Array]]) -> Params:
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
 
         def of_batch(data, index):

@@ -24,7 +24,9 @@ def first_column(fn: Product, matrix: jax.Array) -> jax.Array:
 
 
 def lanczos(
-    product: Product, start: jax.Array, steps: int
+    product: Product,
+    start: jax.Array,
+    steps: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run Lanczos' method with full reorthogonalization.
 

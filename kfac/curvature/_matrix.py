@@ -241,7 +241,10 @@ class MatrixFreeOperator(Linear):
         return Estimate(value, error)
 
     def _mean(
-        self, of_probe: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int
+        self,
+        of_probe: Callable[[jax.Array], jax.Array],
+        key: jax.Array,
+        probes: int,
     ) -> Estimate:
         """Average `of_probe` over flat vectors of random signs."""
         check(probes=probes)
@@ -343,7 +346,7 @@ class Inverted(MatrixFreeOperator):
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
         """Estimate the inverse's log-determinant, minus the matrix's `logdet`."""
         estimate = self.matrix.logdet(key, probes, steps)
-        return Estimate(-estimate.value, estimate.error)
+        return estimate._replace(value=-estimate.value)
 
 
 @jax.tree_util.register_dataclass

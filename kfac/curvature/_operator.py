@@ -245,11 +245,9 @@ def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
 
 def _fill(tree: Params, leaves: Mapping[str, jax.Array]) -> Params:
     """Return `leaves` as a tree with the structure and the dtypes of `tree`, zeros for missing leaves."""
-
-    def leaf(path, x):
-        return leaves.get(path, jnp.zeros_like(x)).astype(x.dtype)
-
-    return map_by_path(leaf, tree)
+    return map_by_path(
+        lambda path, x: leaves.get(path, jnp.zeros_like(x)).astype(x.dtype), tree
+    )
 
 
 def operator(
@@ -324,14 +322,17 @@ def operator(
 
 
 class Stack(NamedTuple):
-    """A group's statistics and the state of its inverse, None without moments; the beginning of a `BlockState`."""
+    """A group's statistics and the state of its inverse, None without moments, as in a `BlockState`."""
 
     factors: Any
     inverse: Any
 
 
 def _decompose(
-    group: Group, stack: Stack | BlockState, inverse: Inverse, damping: jax.Array
+    group: Group,
+    stack: Stack | BlockState,
+    inverse: Inverse,
+    damping: jax.Array,
 ) -> dict[str, Block]:
     """Return the damped block of each layer in a group."""
     inverse = group.inverse_of(inverse)
@@ -390,16 +391,13 @@ def _from_factors(
         if layer.correctable:
             inverse.check(layer, factors[layer.name])
             vectors = group.block.stack(layer, basis[layer.name])
-            inverse_state = _in_basis(vectors, statistics.moments)
+            # `Ekfac.spectrum` computes the factors' eigenvalues along these vectors.
+            sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
+            weight = jnp.ones_like(statistics.moments[:, 0, 0])
+            moments = Moments(statistics.moments, weight)
+            inverse_state = dataclasses.replace(sides, moments=moments)
         stacks.append((group, Stack(statistics, inverse_state)))
     return inverse, stacks
-
-
-def _in_basis(vectors: Kronecker, moments: jax.Array) -> Kronecker:
-    """Return an inverse state with these eigenvectors and moments, but without eigenvalues."""
-    sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
-    weight = jnp.ones_like(moments[:, 0, 0])
-    return dataclasses.replace(sides, moments=Moments(moments, weight))
 
 
 def _inverse_for(state: KfacState, inverse: Inverse | None) -> Inverse:

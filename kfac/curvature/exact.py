@@ -7,6 +7,7 @@ Blocks of stacked layers have a leading axis of copies.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -95,10 +96,9 @@ def fisher_blocks(
             raise ValueError(found.unclear)
         leaves = dict(zip(traced.names, jax.tree.leaves(params), strict=True))
         outputs = _outputs(traced, marks, leaves)
-        if fisher == "true":
-            rows_of = _true(marks, outputs, n)
-        else:
-            rows_of = _empirical(marks, outputs, n)
+        rows_of = functools.partial(
+            _true if fisher == "true" else _empirical, marks, outputs, n
+        )
         return {name: _block(layers[name], leaves, rows_of) for name in chosen}
 
     return blocks
@@ -162,24 +162,27 @@ def _outputs(traced: Trace, marks: Marks, leaves: ByPath) -> _Outputs:
     return _Outputs(outputs, lambda change: push(change)[0], slopes)
 
 
-def _true(marks: Marks, outputs: _Outputs, n: int) -> Rows:
-    """Return a function from a change of the parameters to `sqrt(weight / n) S_r v_r` for each mark.
-
-    `v_r` is the change of output row `r`, and `H_r = S_r^T S_r`.
-    """
-
-    def rows(change):
-        moved = outputs.push(change)
-        return [
-            mark.times_root(outputs.values[mark.key], moved[mark.key], n, _WHAT)
-            for mark in marks.marks
-        ]
-
-    return rows
+def _true(
+    marks: Marks,
+    outputs: _Outputs,
+    n: int,
+    change: ByPath,
+) -> list[jax.Array]:
+    """Return `sqrt(weight / n) S_r v_r` by mark, with the change `v_r` of output row `r` and `H_r = S_r^T S_r`."""
+    moved = outputs.push(change)
+    return [
+        mark.times_root(outputs.values[mark.key], moved[mark.key], n, _WHAT)
+        for mark in marks.marks
+    ]
 
 
-def _empirical(marks: Marks, outputs: _Outputs, n: int) -> Rows:
-    """Return a function from a change of the parameters to `sqrt(n)` times each example's part of the loss's change.
+def _empirical(
+    marks: Marks,
+    outputs: _Outputs,
+    n: int,
+    change: ByPath,
+) -> list[jax.Array]:
+    """Return `sqrt(n)` times the change of each example's contribution to the loss.
 
     The contribution of a mark with weight `w` is divided by `sqrt(w)`. If marks have weights and `n` does not divide
     the rows of a mark, the mark belongs to another batch, and each of its rows counts as an example.
@@ -196,19 +199,15 @@ def _empirical(marks: Marks, outputs: _Outputs, n: int) -> Rows:
             raise ValueError(
                 f"num_examples={n} does not divide the {mark.rows} rows of the marked output"
             )
+    moved = outputs.push(change)
 
-    def rows(change):
-        moved = outputs.push(change)
+    def examples(mark, count):
+        parts = (outputs.slopes[mark.key] * moved[mark.key]).reshape(count, -1)
+        return math.sqrt(n / mark.weight) * jnp.sum(parts, axis=1)
 
-        def examples(mark, count):
-            parts = (outputs.slopes[mark.key] * moved[mark.key]).reshape(count, -1)
-            return math.sqrt(n / mark.weight) * jnp.sum(parts, axis=1)
-
-        all_rows = [examples(mark, mark.rows) for mark in apart]
-        if together:
-            all_rows.append(sum(examples(mark, n) for mark in together))
-        return all_rows
-
+    rows = [examples(mark, mark.rows) for mark in apart]
+    if together:
+        rows.append(sum(examples(mark, n) for mark in together))
     return rows
 
 

@@ -119,9 +119,8 @@ class Assignment:
         If gradients are split, a reduce-scatter first gives each device an equal part of each Kronecker layer's
         statistics. An all-to-all then sends these parts to the owners. An all-reduce averages all other statistics.
         """
-        wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            narrow = jnp.dtype(wire).itemsize * self.packed_elements
+            narrow = jnp.dtype(self.communication_dtype).itemsize * self.packed_elements
             owned = 0
             rest = 0
             for group in self.groups:
@@ -134,7 +133,11 @@ class Assignment:
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
         def captured(group):
-            return self._packed(group, wire) if group.captured else None
+            return (
+                self._packed(group, self.communication_dtype)
+                if group.captured
+                else None
+            )
 
         def own(group):
             return None if group.captured else self._gradient(group)
@@ -199,7 +202,10 @@ class Assignment:
         return dict(self._messages(self._basis, "all-gather"))
 
     def _messages(
-        self, block: Callable[[Group], Any], kind: str, number: int = 1
+        self,
+        block: Callable[[Group], Any],
+        kind: str,
+        number: int = 1,
     ) -> collections.Counter[str]:
         """Return the message bytes by kind, as the functions in `collectives` send them.
 
@@ -268,8 +274,11 @@ class Assignment:
 
 def with_positions(assignment: Assignment) -> list[tuple[int, Group]]:
     """Return the groups whose blocks have owners, each with the number of positions for its blocks on a device."""
-    shards = assignment.shards
-    return [(shards[g.name].positions, g) for g in assignment.groups if g.owned]
+    return [
+        (assignment.shards[group.name].positions, group)
+        for group in assignment.groups
+        if group.owned
+    ]
 
 
 def gradient_bytes(layers: Iterable[Layer]) -> int:

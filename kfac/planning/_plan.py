@@ -244,8 +244,7 @@ def _memory(assignment: Assignment) -> dict[str, int]:
     gradients = parameters
     if assignment.gradients == "split":
         parameters = -(-parameters // assignment.devices)
-        to_owners = assignment.results_messages.get("all-to-all", 0)
-        gradients = parameters + to_owners
+        gradients = parameters + assignment.results_messages.get("all-to-all", 0)
     return {
         "parameters": parameters,
         "gradients": gradients,
@@ -306,7 +305,9 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
 
 def _seldom(
-    seconds: dict[str, float], statistics_every: int, inverse_every: int
+    seconds: dict[str, float],
+    statistics_every: int,
+    inverse_every: int,
 ) -> float:
     """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
@@ -336,22 +337,21 @@ def _intervals(
     return statistics_every, inverse_every
 
 
-# The rows of the table.
-_PARTS = (
-    "model",
-    "gradients",
-    "statistics",
-    "inversions",
-    "preconditioning",
-    "results",
-    "inverses",
-)
-
-
 def _text(plan: Plan) -> str:
     assignment = plan.assignment
     hardware = plan.hardware
-    parts = [part for part in _PARTS if part in plan.flops or plan.messages[part]]
+    rows = []
+    for part in (
+        "model",
+        "gradients",
+        "statistics",
+        "inversions",
+        "preconditioning",
+        "results",
+        "inverses",
+    ):
+        if part in plan.flops or plan.messages[part]:
+            rows.append(_row(plan, part))
     name, share = plan.largest
     cut = (
         ": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""
@@ -370,7 +370,7 @@ def _text(plan: Plan) -> str:
         f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in inversions, "
         f"{format_bytes(hardware.bandwidth)} sent",
         f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
-        *[_row(plan, part) for part in parts],
+        *rows,
         f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
         f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
         f"is a block of the shape of {name}{cut}",

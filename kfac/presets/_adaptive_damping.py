@@ -196,9 +196,9 @@ def _check_absolute(inner_state: Any) -> None:
 def _check_call(params: optax.Params, value_fn: LossOfParams | None) -> None:
     """Raise a `ValueError` if `update` lacks the loss or some of the parameters."""
     if params is None or value_fn is None:
-        how = "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
         raise ValueError(
-            f"a damping that follows the loss after the step needs the parameters and the loss: {how}"
+            "a damping that follows the loss after the step needs the parameters and the loss: "
+            "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
         )
     if has_masked(params):
         raise ValueError(
@@ -209,11 +209,9 @@ def _check_call(params: optax.Params, value_fn: LossOfParams | None) -> None:
 
 def _scale_damping(inner_state: Any, factor: jax.Array) -> Any:
     """Scale the damping with which the next `observe` computes inverses."""
-
-    def scaled(state):
-        return state._replace(observe_damping=factor * state.observe_damping)
-
-    return on_states(scaled, inner_state)
+    return on_states(
+        lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
+    )
 
 
 def _unmeasured() -> tuple[jax.Array, jax.Array]:

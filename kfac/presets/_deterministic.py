@@ -83,7 +83,9 @@ def deterministic(
 
 
 def _quadratic_step(
-    layers: Layers, num_examples: int | None, multiple: jax.Array
+    layers: Layers,
+    num_examples: int | None,
+    multiple: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer with a damping of `multiple` times the loss."""
 
@@ -141,13 +143,25 @@ def _minimized(
     """Minimize the quadratic model by conjugate gradients, and return the step `s` and `R s`.
 
     Args:
-      pair: two vectors. Their best linear combination is the first step.
+      pair: two vectors, of which the first step is a linear combination.
       gradient: the gradient of the loss.
       damping: `l`.
       root: multiplies a vector by `R`, with `F = R^T R`.
       precondition: multiplies a vector by an approximate inverse of `F + l I`.
     """
-    transposed = jax.linear_transpose(root, pair[0])
+    # Begin with the best combination of the pair, whose norms differ by orders of magnitude.
+    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)
+    pair = pair / jnp.where(norms > 0, norms, 1)
+    rows = jnp.stack([root(v) for v in pair])
+    # This is no matmul, because explicit mesh axes may shard `rows`.
+    products = jnp.sum(rows[:, None] * rows, axis=-1)
+    model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
+    # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
+    sizes = jnp.diag(model)
+    model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
+    weights = -jnp.linalg.solve(model, jnp.matmul(pair, gradient, precision="highest"))
+    step = weights @ pair
+    transposed = jax.linear_transpose(root, step)
 
     def iterate(_, state):
         step, rows, along, size = state
@@ -160,24 +174,5 @@ def _minimized(
         rate = jnp.where(curvature > 0, new / curvature, 0)
         return step + rate * along, rows + rate * moved, along, new
 
-    step, rows = _combined(pair, gradient, damping, root)
-    initial = step, rows, 0 * step, 0 * damping
+    initial = step, weights @ rows, 0 * step, 0 * damping
     return lax.fori_loop(0, STEPS, iterate, initial)[:2]
-
-
-def _combined(
-    pair: jax.Array, gradient: jax.Array, damping: jax.Array, root: Product
-) -> tuple[jax.Array, jax.Array]:
-    """Return the linear combination of two vectors that minimizes the quadratic model, and `R` times the result."""
-    # The norms differ by orders of magnitude.
-    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)
-    pair = pair / jnp.where(norms > 0, norms, 1)
-    rows = jnp.stack([root(v) for v in pair])
-    # This is no matmul, because explicit mesh axes may shard `rows`.
-    products = jnp.sum(rows[:, None] * rows, axis=-1)
-    model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
-    # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
-    sizes = jnp.diag(model)
-    model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
-    weights = -jnp.linalg.solve(model, jnp.matmul(pair, gradient, precision="highest"))
-    return weights @ pair, weights @ rows
