@@ -133,11 +133,9 @@ class Assignment:
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
         def captured(group):
-            return (
-                self._packed(group, self.communication_dtype)
-                if group.captured
-                else None
-            )
+            if not group.captured:
+                return None
+            return self._packed(group, self.communication_dtype)
 
         def own(group):
             return None if group.captured else self._gradient(group)
@@ -236,7 +234,7 @@ class Assignment:
                 width += self.shards[name].full * sizes[name]
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
-        return +total  # without zeros
+        return +total  # unary plus drops zeros
 
     def _gradient(self, group: Group) -> jax.Array | None:
         """Return a block's gradient, or None if the group has no owners."""

@@ -193,7 +193,7 @@ def _check_absolute(inner_state: Any) -> None:
             )
 
 
-def _check_call(params: optax.Params, value_fn: LossOfParams | None) -> None:
+def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> None:
     """Raise a `ValueError` if `update` lacks the loss or some of the parameters."""
     if params is None or value_fn is None:
         raise ValueError(
