@@ -34,50 +34,64 @@ import os as _os
 # two busy cores, inverting twenty 64 x 64 matrices took 0.4 s instead of 5 ms. XLA's own threads suffice.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kfac import curvature as curvature
-from kfac import planning as planning
-from kfac import presets as presets
-from kfac import schedules as schedules
-from kfac import state as state
-from kfac import types as types
-from kfac._capture.equations import register_primitive as register_primitive
-from kfac._capture.find_layers import find_layers as find_layers
-from kfac._capture.microbatch import microbatch as microbatch
-from kfac._capture.outputs import output as output
-from kfac._capture.value_and_grad import statistics as statistics
-from kfac._capture.value_and_grad import value_and_grad as value_and_grad
-from kfac._curvature.cholesky import Cholesky as Cholesky
-from kfac._curvature.eigh import Eigh as Eigh
-from kfac._curvature.ekfac import Ekfac as Ekfac
-from kfac._curvature.inverse import Inverse as Inverse
-from kfac._curvature.soap import Soap as Soap
-from kfac._distributed.distribution import Distribution as Distribution
-from kfac._factors import Factors as Factors
-from kfac._layers import Layers as Layers
-from kfac._layers import UnsupportedLayerError as UnsupportedLayerError
-from kfac._optimizer.diagnostics import diagnostics as diagnostics
-from kfac._optimizer.diagnostics import statistics_due as statistics_due
-from kfac._optimizer.kfac import kfac as kfac
-from kfac._optimizer.observe import observe as observe
-from kfac._optimizer.scale_by_kfac import scale_by_kfac as scale_by_kfac
-from kfac._optimizer.train_step import train_step as train_step
+from kfac import curvature, planning, presets, schedules, state, types
+from kfac._capture.equations import register_primitive
+from kfac._capture.find_layers import find_layers
+from kfac._capture.microbatch import microbatch
+from kfac._capture.outputs import output
+from kfac._capture.value_and_grad import statistics, value_and_grad
+from kfac._curvature.cholesky import Cholesky
+from kfac._curvature.eigh import Eigh
+from kfac._curvature.ekfac import Ekfac
+from kfac._curvature.inverse import Inverse
+from kfac._curvature.soap import Soap
+from kfac._distributed.distribution import Distribution
+from kfac._factors import Factors
+from kfac._layers import Layers, UnsupportedLayerError
+from kfac._optimizer.diagnostics import diagnostics, statistics_due
+from kfac._optimizer.kfac import kfac
+from kfac._optimizer.observe import observe
+from kfac._optimizer.scale_by_kfac import scale_by_kfac
+from kfac._optimizer.train_step import train_step
 
 __version__ = "0.3.0"
 
-
-RENAMED = {"due": "statistics_due"}
+__all__ = [
+    "Cholesky",
+    "Distribution",
+    "Eigh",
+    "Ekfac",
+    "Factors",
+    "Inverse",
+    "Layers",
+    "Soap",
+    "UnsupportedLayerError",
+    "curvature",
+    "diagnostics",
+    "find_layers",
+    "kfac",
+    "microbatch",
+    "observe",
+    "output",
+    "planning",
+    "presets",
+    "register_primitive",
+    "scale_by_kfac",
+    "schedules",
+    "state",
+    "statistics",
+    "statistics_due",
+    "train_step",
+    "types",
+    "value_and_grad",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name in RENAMED:
-        raise AttributeError(f"kfac.{name} is now kfac.{RENAMED[name]}")
-    for module in (
-        curvature,
-        planning,
-        presets,
-        state,
-        types,
-    ):  # up to version 0.3.0, `kfac` exported their names
+    if name == "due":
+        raise AttributeError("kfac.due is now kfac.statistics_due")
+    # Up to version 0.3.0, `kfac` exported the names of these modules.
+    for module in (curvature, planning, presets, state, types):
         if hasattr(module, name) and not name.startswith("_"):
             raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
     raise AttributeError(f"module 'kfac' has no attribute {name!r}")

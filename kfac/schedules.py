@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from kfac._checks import check, check_given, check_range
 from kfac._optimizer.moves import ScalarOrSchedule, value_at
@@ -32,7 +33,7 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
     check(peak=peak, num_steps=num_steps)
     warmup = math.ceil(0.1 * num_steps)
 
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> jax.Array:
         now = jnp.asarray(count, jnp.float32)
         falling = (num_steps - now) / max(num_steps - warmup, 1)
         return peak * jnp.clip(jnp.minimum((now + 1) / warmup, falling), 0.0, 1.0)
@@ -77,17 +78,16 @@ def coupled_momentum(
     check(momentum=momentum, learning_rate=learning_rate)
     check_given(reference_rate=reference_rate)
 
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count)
         rate = value_at(learning_rate, count)
-        if reference_rate is not None:
-            before = jnp.asarray(reference_rate, jnp.float32)
-        else:
+        if reference_rate is None:
             before = value_at(learning_rate, jnp.maximum(count - 1, 0))
+        else:
+            before = jnp.asarray(reference_rate, jnp.float32)
         # After a rate of zero, the rate can only rise.
-        return momentum * jnp.where(
-            rate < before, rate / jnp.where(before > 0, before, 1), 1.0
-        )
+        ratio = rate / jnp.where(before > 0, before, 1)
+        return momentum * jnp.where(rate < before, ratio, 1.0)
 
     return schedule
 
@@ -120,10 +120,9 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
     check_range("num_steps", num_steps, f"[{max(1, least)}, inf)", schedules=False)
     share = least / num_steps
 
-    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> jax.Array:
         # This is the recursion in closed form.
-        return target + (initial - target) * (1 - share) ** jnp.asarray(
-            count, jnp.float32
-        )
+        steps = jnp.asarray(count, jnp.float32)
+        return target + (initial - target) * (1 - share) ** steps
 
     return schedule

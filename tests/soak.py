@@ -93,7 +93,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     from recipe import AXIS
     from train import SAME, SPLIT
 
-    kind = ["--trust-ratio", 0, "--learning-rate", 0.03, "--weight-decay", 1e-4]
+    kind = ["--step-norm", "none", "--learning-rate", 0.03, "--weight-decay", 1e-4]
     options = ["--steps", steps, *kind, "--output", output]
     config = cfg.parse([*map(str, options)])
     mesh = processes.row_of_devices(num_devices)

@@ -90,10 +90,30 @@ def test_without_a_configuration_all_data_get_the_default_of_the_package():
     """Which a row of the recipe does not: its damping, averages and rate are those of a batch of thousands."""
     for data in (["--data", "digits"], ["--data", "synthetic"], ["--data-dir", "."]):
         config = resolved(*data)
-        assert (config.trust_ratio, config.learning_rate, config.factor_every) == ("auto", 0.1, "auto")
-        assert config.damping is None and config.factor_decay is None
+        assert (config.step_norm, config.learning_rate, config.factor_every) == ("spectral", 0.1, "auto")
+        assert config.damping is None and config.factor_decay is None and config.trust_ratio is None
     recipe_of = resolved("--config", "bs128k", "--data", "synthetic")
-    assert (recipe_of.trust_ratio, recipe_of.damping, recipe_of.factor_every) == (0.0, 1e-4, 1)
+    assert (recipe_of.step_norm, recipe_of.trust_ratio) == ("none", 0.0)
+    assert (recipe_of.damping, recipe_of.factor_every) == (1e-4, 1)
+
+
+def test_without_a_step_norm_there_may_be_a_trust_ratio():
+    plain, turned = resolved("--step-norm", "none"), resolved("--step-norm", "none", "--trust-ratio", 0.5)
+    assert (plain.trust_ratio, turned.trust_ratio) == (0.0, 0.5)
+    assert (plain.damping, plain.learning_rate, plain.inverse) == (1e-2, 0.02, "cholesky")
+    spectral = resolved("--config", "bs128k", "--data", "synthetic", "--step-norm", "spectral")
+    assert spectral.step_norm == "spectral" and spectral.damping == 1e-4
+
+
+@pytest.mark.parametrize(("written", "step_norm", "ratio"), [("auto", "spectral", None), (0.0, "none", 0.0)])
+def test_a_run_of_version_0_3_is_read(written, step_norm, ratio, tmp_path):
+    """Its `--trust-ratio auto` is `--step-norm spectral` now."""
+    cfg.save(cfg.fit(resolved(), 1500, 1, "cpu"), {}, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"trust_ratio": written}
+    del values["step_norm"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = cfg.parse(["--eval", str(tmp_path)])
+    assert (config.step_norm, config.trust_ratio) == (step_norm, ratio)
 
 
 def test_the_length_is_given_in_one_way():
@@ -135,7 +155,10 @@ def test_named_configurations_are_in_half_precision_on_accelerators():
         (["--config", "bs1m"], ["bs1m", "bs128k"]),
         (["--schedule", "polynomial", "--decay-end", 0.5], ["--decay-end 0.5", "1"]),
         (["--schedule", "polynomial", "--decay-begin", 0.5], ["--decay-begin 0.5", "--warmup-epochs 1"]),
-        (["--rate-in-momentum", "--trust-ratio", 1], ["--trust-ratio"]),
+        (["--rate-in-momentum", "--step-norm", "none", "--trust-ratio", 1], ["--no-rate-in-momentum"]),
+        (["--trust-ratio", "auto"], ["--trust-ratio", "auto is now --step-norm spectral"]),
+        (["--trust-ratio", 0], ["--trust-ratio has no effect with --step-norm spectral; give --step-norm none"]),
+        (["--step-norm", "frobenius"], ["--step-norm", "spectral", "none"]),
         (["--config", "bs128k", "--trust-ratio", 1], ["--no-rate-in-momentum"]),
         (["--config", "bs4k", "--optimizer", "lars"], ["bs4k", "0.00818", "--optimizer lars"]),
         (["--decay-power", 3], ["--decay-power", "cosine"]),
@@ -145,7 +168,7 @@ def test_named_configurations_are_in_half_precision_on_accelerators():
         (["--epochs", "inf"], ["--epochs: it is inf", "finite"]),
         (["--learnin-rate", 1], ["--learnin-rate", "--learning-rate is near"]),
         (["--batchsize", 1], ["--batchsize", "--batch-size is near"]),
-        (["--factor-decay", 0.9], ["--factor-decay has no effect with --trust-ratio auto", "--config"]),
+        (["--factor-decay", 0.9], ["--factor-decay has no effect with --step-norm spectral", "--config"]),
         (["--processes", "localhost", 2, 0], ["localhost", "HOST:PORT"]),
         (["--processes", "a:1", 2, 2], ["a:1 2 2", "from 0"]),
         (["--processes", "a:1", 2], ["--processes", "expected 3 arguments"]),

@@ -321,3 +321,20 @@ def test_the_table_says_the_dtype_of_the_statistics():
 def test_only_numbers_multiply():
     with pytest.raises(TypeError, match=r"multiplied by numbers, not by Operator$"):
         made("eigh") * made("eigh")
+
+
+@pytest.mark.parametrize("tree", [lambda w: w, lambda w: {"w": w}], ids=["bare", "in a dictionary"])
+def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
+    """Both have the shape of the only leaf."""
+
+    def loss(p, x):
+        return 0.5 * jnp.mean(kfac.output((x @ ravel_pytree(p)[0])[:, None], "gaussian") ** 2)
+
+    params, x = tree(normal(0, 4)), normal(1, N, 4)
+    found = kfac.find_layers(loss, params, x)
+    op = kfac.curvature.operator(found, kfac.statistics(loss, found)(params, x), damping=DAMPING)
+    flat = normal(2, 4)
+    expected = ravel_pytree(op.matvec(tree(flat)))[0]
+    assert isinstance(op @ tree(flat), type(params))
+    np.testing.assert_array_equal(op @ flat, expected)
+    np.testing.assert_allclose((op + op) @ flat, 2 * expected)

@@ -48,6 +48,15 @@ def one_of(*names: str) -> dict[str, Any]:
 
 positive, not_negative, decay = number(float, 0, above=True), number(float, 0), number(float, 0, 0.99999)
 whole, count = number(int, 0, 2**31 - 1), number(int, 1)
+
+
+def trust_ratio(text: str) -> Any:
+    """A number, not negative. Up to version 0.3 there was `auto`, too."""
+    if text == "auto":
+        raise argparse.ArgumentTypeError("auto is now --step-norm spectral, the default")
+    return not_negative(text)
+
+
 yes_no, flag = {"action": argparse.BooleanOptionalAction}, {"action": "store_true"}
 # Name, what it takes, default (None: not known before data and optimizer are) and help.
 # fmt: off
@@ -78,8 +87,8 @@ RUN: Table = [
     ("label_smoothing", number(float, 0, 0.99), None, "Share of the target that is spread over all classes."),
     ("global_batch", number(int, 1, math.inf, "auto"), None, "Images in a step; auto: a tenth of those for training."),
     # The optimizer.
-    ("optimizer", one_of("kfac", "muon", "sgd", "lars", "adamw"), None, "kfac: `kfac.kfac` as it is, or with a "
-     "--trust-ratio and in a --config `kfac.presets.large_batch`. The others are optax's."),
+    ("optimizer", one_of("kfac", "muon", "sgd", "lars", "adamw"), None, "kfac: `kfac.kfac` as it is, or with "
+     "--step-norm none and in a --config `kfac.presets.large_batch`. The others are optax's."),
     ("learning_rate", positive, None, "Peak learning rate."),
     ("warmup_epochs", not_negative, None, "Epochs over which the rate rises: a tenth of the training."),
     ("schedule", one_of("cosine", "linear", "polynomial", "constant"), None, "How the rate falls after the warm-up: to "
@@ -95,8 +104,10 @@ RUN: Table = [
     ("unitwise_damping", positive, None, "[kfac] Factor on the damping for the parameters of normalisation layers."),
     ("factor_decay", decay, None, "[kfac] Decay of the average of the statistics; 0 uses the current batch alone."),
     ("kl_clip", not_negative, None, "[kfac] Bound on the squared length of a step in the curvature's metric; 0: none."),
-    ("trust_ratio", number(float, 0, math.inf, "auto"), None, "[kfac] auto, the default of `kfac.kfac`; else scale "
-     "each kernel's update to this share of its norm, 0 as it is."),
+    ("step_norm", one_of("spectral", "none"), None, "[kfac] spectral, the default of `kfac.kfac`, fixes the length of "
+     "each parameter's step; none: the curvature sets it, by `kfac.presets.large_batch`."),
+    ("trust_ratio", trust_ratio, None, "[kfac] With --step-norm none, scale each kernel's step to this share of the "
+     "kernel's norm; 0: leave it as it is."),
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Momentum that falls with the rate: "
      "times rate over last rate, as in the code of Osawa et al.; or rate over peak rate, as in their paper."),
     ("rate_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum, v <- m v - lr p, not after it."),
@@ -139,7 +150,7 @@ FOR_NOW: Table = [
 OPTIONS = [*RUN, *MAY_CHANGE, *FOR_NOW]
 ALIASES = {"global_batch": "--batch-size", "learning_rate": "--lr"}
 KFAC_ONLY = [name for name, *_, text in OPTIONS if text.startswith("[kfac]")]
-PUBLISHED_ONLY = ("unitwise_damping", "factor_decay", "kl_clip", "rate_in_momentum")
+PUBLISHED_ONLY = ("unitwise_damping", "factor_decay", "kl_clip", "trust_ratio", "rate_in_momentum")
 
 Config: Any = dataclasses.make_dataclass(
     "Config", [(name, Any, dataclasses.field(default=default)) for name, _, default, _ in OPTIONS], frozen=True
@@ -195,7 +206,7 @@ def resolve(config: Any) -> Any:
     data = config.data or ("folder" if config.data_dir is not None else "digits")
     optimizer = config.optimizer or "kfac"
     schedule = config.schedule or recipe.get("schedule", DEFAULTS["schedule"])
-    published = "trust_ratio" in recipe or (optimizer == "kfac" and config.trust_ratio not in (None, "auto"))
+    published = "step_norm" in recipe or (optimizer == "kfac" and config.step_norm == "none")
     marks = [name for name in ("decay_power", "decay_begin", "decay_end") if getattr(config, name) is not None]
     refuse(
         (config.config and not recipe, f"--config {config.config} is unknown; there are {', '.join(CONFIGS)}"),
@@ -205,7 +216,7 @@ def resolve(config: Any) -> Any:
         *((optimizer != "kfac", f"{option(name)} has no effect with --optimizer {optimizer}; it is for kfac")
           for name in KFAC_ONLY if getattr(config, name) != getattr(Config, name)),
         *((not published and getattr(config, name) is not None,
-           f"{option(name)} has no effect with --trust-ratio auto; give --trust-ratio 0 or a --config too")
+           f"{option(name)} has no effect with --step-norm spectral; give --step-norm none or a --config too")
           for name in PUBLISHED_ONLY),
         (config.epochs is not None and config.steps is not None,
          "--epochs and --steps both give the length of the training; give one"),
@@ -234,7 +245,7 @@ def resolve(config: Any) -> Any:
     refuse(
         (c.decay_end is not None and c.decay_end <= (c.decay_begin or 0),
          f"--decay-end {c.decay_end} must be greater than --decay-begin {c.decay_begin}"),
-        (c.rate_in_momentum and c.trust_ratio not in (0, "auto"),
+        (c.rate_in_momentum and c.trust_ratio,
          "--rate-in-momentum has no effect with --trust-ratio; give --no-rate-in-momentum or --trust-ratio 0"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
         (not (re.fullmatch(r".+:\d+", where) and n.isdecimal() and i.isdecimal() and int(i) < int(n)),
@@ -294,6 +305,9 @@ def load(folder: Path) -> tuple[Any, dict[str, Any]]:
         found = values.pop("found")
         if missing := {"data", "optimizer"} - values.keys():
             raise KeyError(f"it has no {', '.join(sorted(missing))}")
+        if values["optimizer"] == "kfac" and "step_norm" not in values:  # of version 0.3
+            auto = values.get("trust_ratio") == "auto"
+            values |= {"step_norm": "spectral", "trust_ratio": None} if auto else {"step_norm": "none"}
         return Config(**values, **{name: default for name, _, default, _ in FOR_NOW}), found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a configuration of this script ({error}); remove {folder} to begin anew, or "

@@ -73,7 +73,7 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
     c, decay = config, config.weight_decay
     if c.optimizer == "kfac":
         momentum, where = recipe.momentum(c, rate), kfac.Distribution(AXIS)
-        if c.trust_ratio == "auto":
+        if c.step_norm == "spectral":
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
                 weight_decay_mask=is_kernel if decay else None, inverse=INVERSES[c.inverse](),
@@ -256,7 +256,7 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
-    max_dim = None if config.trust_ratio == "auto" else 8192  # the published recipe has whole factors
+    max_dim = None if config.step_norm == "spectral" else 8192  # the published recipe has whole factors
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                               example, has_aux=True, max_dim=max_dim)  # fmt: skip
     if config.plan:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from optax import Params
 
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import find_marks
 from kfac._capture.trace import batch_of, trace
-from kfac._capture.value_and_grad import value_and_grad
+from kfac._capture.value_and_grad import statistics
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 
@@ -19,7 +20,7 @@ from kfac._layers import Layers
 def estimate(
     loss_fn: Callable[..., Any],
     layers: Layers,
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     fisher: str = "empirical",
@@ -52,29 +53,27 @@ def estimate(
     Raises:
       ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
-    measure = value_and_grad(
+    measure = statistics(
         loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples
     )
-    options = {} if basis is None else {"basis": basis}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def averaged(mean, count, params, batch, number):
         traced = trace(
             loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {})
         )
-        examples = layers_of(
-            traced, layers, find_marks(traced), num_examples
-        ).num_examples
-        drawn = {} if key is None else {"fisher_key": jax.random.fold_in(key, number)}
-        factors = measure(params, batch, **drawn, **options)[2].whole()
+        found = layers_of(traced, layers, find_marks(traced), num_examples)
+        own_key = None if key is None else jax.random.fold_in(key, number)
+        factors = measure(params, batch, fisher_key=own_key, basis=basis).whole()
         if mean is None:
-            return factors, examples
-        share = examples / (count + examples)
-        return jax.tree.map(
-            lambda old, new: old + share * (new - old), mean, factors
-        ), count + examples
+            return factors, found.num_examples
+        total = count + found.num_examples
+        share = found.num_examples / total
+        mean = jax.tree.map(lambda old, new: old + share * (new - old), mean, factors)
+        return mean, total
 
-    mean, count = None, 0
+    mean = None
+    count = 0
     for number, batch in enumerate(batches):
         mean, count = averaged(mean, count, params, batch, number)
     if mean is None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from optax import Params
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_type
@@ -35,12 +36,12 @@ class GaussNewton(Linear):
     num_examples: int | None = dataclasses.field(metadata={"static": True})
     batches: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params
         )
 
-    def matvec(self, tree: Any) -> Any:
+    def matvec(self, tree: Params) -> Params:
         tangents = jax.tree.map(
             lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree
         )
@@ -49,48 +50,49 @@ class GaussNewton(Linear):
             lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree
         )
 
-    def sample(self, key: jax.Array) -> Any:
+    def sample(self, key: jax.Array) -> Params:
         """Draw `R^T` times white noise, with `F = R^T R`, so the covariance is `F`."""
 
         def white(root, index):
-            roots = jax.eval_shape(root, self.params)
-            keys = jax.random.split(jax.random.fold_in(key, index), len(roots))
+            rows = jax.eval_shape(root, self.params)
+            keys = jax.random.split(jax.random.fold_in(key, index), len(rows))
             return [
-                jax.random.normal(k, x.shape, x.dtype)
-                for k, x in zip(keys, roots, strict=True)
+                jax.random.normal(own, x.shape, x.dtype)
+                for own, x in zip(keys, rows, strict=True)
             ]
 
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
-    def _sum(self, rows: Callable[[Callable[[Any], Any], jax.Array], Any]) -> Any:
+    def _sum(self, rows: Callable[..., list[jax.Array]]) -> Params:
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
 
         def of_batch(data, index):
-            loss = marked(
+            loss_fn = marked(
                 lambda p: self.loss_fn(p, *data),
                 self.params,
                 self.num_examples,
                 "gauss_newton",
             )
-            _, root = loss.root(self.params)
+            _, root = loss_fn.root(self.params)
             return jax.linear_transpose(root, self.params)(rows(root, index))[0]
 
         if self.batches == 1:
             return of_batch(self.data, jnp.zeros((), jnp.int32))
-        parts = jax.tree.map(
-            lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data
-        )
-        zeros = jax.tree.map(jnp.zeros_like, self.params)
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, of_batch(*part)), None
 
-        return lax.scan(add, zeros, (parts, jnp.arange(self.batches)))[0]
+        parts = jax.tree.map(
+            lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data
+        )
+        zeros = jax.tree.map(jnp.zeros_like, self.params)
+        total, _ = lax.scan(add, zeros, (parts, jnp.arange(self.batches)))
+        return total
 
 
 def gauss_newton(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: Params,
     *data: Any,
     num_examples: int | None = None,
     batches: int = 1,
@@ -134,22 +136,20 @@ def gauss_newton(
       tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
     """
     check_given(batches=batches, num_examples=num_examples)
-    lengths = (
-        {jnp.shape(x)[:1] for x in jax.tree.leaves(data)} if batches > 1 else set()
-    )
-    for length in lengths | ({(num_examples,)} if num_examples else set()):
-        if not length or length[0] % batches:
-            raise ValueError(
-                f"batches={batches} does not divide {length[0] if length else 'a number among the data'}"
-            )
+    if batches > 1:
+        shapes = map(jnp.shape, jax.tree.leaves(data))
+        for shape in (*shapes, (num_examples or 0,)):
+            length = shape[0] if shape else "a number among the data"
+            if not shape or shape[0] % batches:
+                raise ValueError(f"batches={batches} does not divide {length}")
     if blocks is not None:
         check_type("blocks", blocks, Operator, "what kfac.curvature.operator returns")
         if len(blocks.blocks) < len(blocks.layers):
             raise ValueError(
                 "blocks leaves out parameters, which the whole matrix has: find layers without skip="
             )
-    part = num_examples and num_examples // batches
+    if num_examples is not None:
+        num_examples //= batches
     data = jax.tree.map(jnp.asarray, data)
-    return Matrix(
-        (GaussNewton(params, data, loss_fn, part, batches),), (1.0,), 0.0, blocks
-    )
+    matrix = GaussNewton(params, data, loss_fn, num_examples, batches)
+    return Matrix((matrix,), (1.0,), 0.0, blocks)

@@ -7,7 +7,7 @@ traces and determinants, with error estimates.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
+from optax import Params
 
 from kfac._checks import check
+from kfac.curvature._krylov import conjugate_gradients, first_column, lanczos, matmul
 
 
 class Estimate(NamedTuple):
@@ -24,7 +27,7 @@ class Estimate(NamedTuple):
 
     Attributes:
       value: the mean over the random vectors.
-      error: the standard error of this mean. `ByProducts.logdet` adds the truncation error of Lanczos' method.
+      error: the standard error of this mean. `MatrixFreeOperator.logdet` adds the truncation error of Lanczos' method.
     """
 
     value: jax.Array
@@ -64,11 +67,11 @@ class Linear:
 
     near: Any = None  # an `Operator` that approximates the matrix: the preconditioner
 
-    def matvec(self, tree: Any) -> Any:
+    def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters."""
         raise NotImplementedError
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         raise NotImplementedError
 
@@ -77,37 +80,33 @@ class Linear:
         """The matrix dimension, which is the number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.like()))
 
-    def __matmul__(self, vector: Any) -> Any:
+    def __matmul__(self, vector: Params | jax.Array) -> Params | jax.Array:
         """Multiply by a tree like the parameters, or by a flat vector in the order of `ravel_pytree(params)`."""
-        like = self.like()
         if isinstance(vector, jax.Array | np.ndarray) and vector.ndim == 1:
-            if [leaf.shape for leaf in jax.tree.leaves(like)] != [vector.shape]:
+            # If the parameters are a bare vector, the result keeps the dtype of `vector`.
+            if vector.shape != getattr(self.like(), "shape", None):
                 return self._flat(jnp.asarray(vector))
         return self.matvec(vector)
 
     def _flat(self, vector: jax.Array) -> jax.Array:
-        zeros, unravel = self._raveled()
+        zeros, unravel = self._zeros()
         if vector.shape != zeros.shape:
             raise ValueError(
                 f"a flat vector has shape {list(vector.shape)}, but there are {zeros.size} parameters"
             )
         return ravel_pytree(self.matvec(unravel(vector.astype(zeros.dtype))))[0]
 
-    def _raveled(self) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-        return ravel_pytree(
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.like())
-        )
+    def _zeros(self) -> tuple[jax.Array, Callable[[jax.Array], Params]]:
+        """Return a flat vector of zeros, and the function that turns a flat vector into a tree."""
+        return ravel_pytree(jax.tree.map(jnp.zeros_like, self.like()))
 
-    def __mul__(self, scale: jax.typing.ArrayLike) -> Any:
+    def __mul__(self, scale: ArrayLike) -> Any:
         """Multiply the matrix by a number."""
         s = scalar(scale)
-        m = as_matrix(self)
-        return Matrix(
-            m.terms,
-            tuple(s * x for x in m.scales),
-            s * m.shift,
-            None if m.near is None else m.near * s,
-        )
+        matrix = as_matrix(self)
+        scales = tuple(s * x for x in matrix.scales)
+        near = None if matrix.near is None else matrix.near * s
+        return Matrix(matrix.terms, scales, s * matrix.shift, near)
 
     __rmul__ = __mul__
 
@@ -115,26 +114,25 @@ class Linear:
         """Return the negated matrix."""
         return self * -1.0
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Linear | ArrayLike) -> Any:
         """Add another matrix, or a number times the identity, such as a prior's precision."""
         a = as_matrix(self)
         if isinstance(other, Linear):
             b = as_matrix(other)
             # The sum of two operators is not an `Operator`, so only one of them can precondition.
             near = b.near if a.near is None else a.near
-            return Matrix(
-                a.terms + b.terms, a.scales + b.scales, a.shift + b.shift, near
-            )
+            shift = a.shift + b.shift
+            return Matrix(a.terms + b.terms, a.scales + b.scales, shift, near)
         near = None if a.near is None else a.near + other
         return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: Linear | ArrayLike) -> Any:
         """Subtract another matrix, or a number times the identity."""
         return self + -1.0 * other
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: ArrayLike) -> Any:
         """Subtract the matrix from a number times the identity."""
         return -self + other
 
@@ -147,36 +145,32 @@ class Linear:
           steps: the number of products; `2 k + 32` by default. Small residuals show that `steps` is large enough.
         """
         check(k=k)
-        zeros, unravel = self._raveled()
+        zeros, unravel = self._zeros()
         steps = min(steps or 2 * k + 32, zeros.size)
-        basis, tridiagonal, last = lanczos(
-            self._flat, jax.random.normal(key, zeros.shape, zeros.dtype), steps
-        )
+        start = jax.random.normal(key, zeros.shape, zeros.dtype)
+        basis, tridiagonal, last = lanczos(self._flat, start, steps)
         values, rotation = jnp.linalg.eigh(tridiagonal)
         chosen = rotation[:, ::-1][:, :k]
-        vectors = jax.vmap(unravel)(
-            jnp.matmul(chosen.T, basis, precision=lax.Precision.HIGHEST)
-        )
+        vectors = jax.vmap(unravel)(matmul(chosen.T, basis))
         return Eigenpairs(values[::-1][:k], vectors, last * jnp.abs(chosen[-1]))
 
     def to_dense(self) -> jax.Array:
         """Return a small model's dense matrix, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`."""
-        zeros, _ = self._raveled()
-        return lax.map(
-            self._flat, jnp.eye(zeros.size, dtype=zeros.dtype), batch_size=256
-        ).T
+        zeros, _ = self._zeros()
+        units = jnp.eye(zeros.size, dtype=zeros.dtype)
+        return lax.map(self._flat, units, batch_size=256).T
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size:,} parameters)"
 
 
-class ByProducts(Linear):
+class MatrixFreeOperator(Linear):
     """Base class of matrices whose solutions, functions, trace and determinant need only products."""
 
     def solve(
         self,
-        tree: Any,
-        damping: Any = 0.0,
+        tree: Params,
+        damping: ArrayLike = 0.0,
         *,
         tolerance: float = 1e-5,
         max_steps: int = 1000,
@@ -189,11 +183,12 @@ class ByProducts(Linear):
           tolerance: stop when the residual norm is at most `tolerance` times the norm of `v`.
           max_steps: the maximum number of steps, each with a single product.
         """
-        _, unravel = self._raveled()
-        near = None if self.near is None else (self.near + damping).inv()._flat
+        _, unravel = self._zeros()
+        damped = self + damping
+        precondition = _unchanged if damped.near is None else damped.near.inv()._flat
         flat, _ = ravel_pytree(tree)
         x, steps, residual = conjugate_gradients(
-            (self + damping)._flat, flat, near, tolerance, max_steps
+            damped._flat, flat, precondition, tolerance, max_steps
         )
         return Solution(unravel(x), steps, residual)
 
@@ -211,13 +206,7 @@ class ByProducts(Linear):
 
     def trace(self, key: jax.Array, probes: int = 32) -> Estimate:
         """Estimate the trace from products with `probes` random sign vectors (Hutchinson 1990); `key` is a PRNG key."""
-        zeros, _ = self._raveled()
-
-        def of_one(key):
-            signs = jax.random.rademacher(key, zeros.shape, zeros.dtype)
-            return jnp.vdot(signs, self._flat(signs))
-
-        return _mean(of_one, key, probes)
+        return self._mean(lambda v: jnp.vdot(v, self._flat(v)), key, probes)
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
         """Estimate the log-determinant by stochastic Lanczos quadrature (Ubaru, Chen & Saad 2017).
@@ -234,47 +223,51 @@ class ByProducts(Linear):
           An `Estimate`. Its error is the root of the sum of two squares: the standard error, and the change in the
           value over the second half of the steps. This change approximates the truncation error.
         """
-        zeros, _ = self._raveled()
-        root = None if self.near is None else self.near.inv_sqrt()._flat
+        root = _unchanged if self.near is None else self.near.inv_sqrt()._flat
 
-        def of_one(key):
-            start = jax.random.rademacher(key, zeros.shape, zeros.dtype)
-            product = (
-                self._flat if root is None else lambda v: root(self._flat(root(v)))
+        def of_probe(signs):
+            size = signs.size
+            _, tridiagonal, _ = lanczos(
+                lambda v: root(self._flat(root(v))), signs, min(steps, size)
             )
-            tridiagonal = lanczos(product, start, min(steps, zeros.size))[1]
-            # The tridiagonal matrices after all steps and after half of the steps.
-            parts = [
-                tridiagonal[:k, :k]
-                for k in (len(tridiagonal), -(-len(tridiagonal) // 2))
-            ]
-            return zeros.size * jnp.stack(
-                [first_column(jnp.log, part)[0] for part in parts]
-            )
+            half = -(-len(tridiagonal) // 2)
+            parts = tridiagonal, tridiagonal[:half, :half]
+            return size * jnp.stack([first_column(jnp.log, x)[0] for x in parts])
 
-        (value, half), errors = _mean(of_one, key, probes)
-        return Estimate(
-            value + (0 if root is None else self.near.logdet()),
-            jnp.hypot(errors[0], value - half),
-        )
+        (value, value_of_half), (error, _) = self._mean(of_probe, key, probes)
+        error = jnp.hypot(error, value - value_of_half)
+        if self.near is not None:
+            value += self.near.logdet()
+        return Estimate(value, error)
+
+    def _mean(
+        self,
+        of_probe: Callable[[jax.Array], jax.Array],
+        key: jax.Array,
+        probes: int,
+    ) -> Estimate:
+        """Average `of_probe` over flat vectors of random signs."""
+        check(probes=probes)
+        zeros, _ = self._zeros()
+
+        def value(key):
+            return of_probe(jax.random.rademacher(key, zeros.shape, zeros.dtype))
+
+        values = lax.map(value, jax.random.split(key, probes))
+        if probes == 1:
+            error = jnp.full(values.shape[1:], jnp.inf)
+        else:
+            error = jnp.std(values, 0, ddof=1) / probes**0.5
+        return Estimate(jnp.mean(values, 0), error)
 
 
-def _mean(
-    of_one: Callable[[jax.Array], jax.Array], key: jax.Array, probes: int
-) -> Estimate:
-    check(probes=probes)
-    values = lax.map(of_one, jax.random.split(key, probes))
-    error = (
-        jnp.std(values, 0, ddof=1) / probes**0.5
-        if probes > 1
-        else jnp.full(values.shape[1:], jnp.inf)
-    )
-    return Estimate(jnp.mean(values, 0), error)
+def _unchanged(vector: jax.Array) -> jax.Array:
+    return vector
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Matrix(ByProducts):
+class Matrix(MatrixFreeOperator):
     """A linear combination of symmetric matrices over the parameters, plus a multiple of the identity.
 
     `kfac.curvature.gauss_newton` and sums of operators return a `Matrix`. Like `Operator`, it is a pytree.
@@ -291,77 +284,74 @@ class Matrix(ByProducts):
     shift: Any = 0.0
     near: Any = None
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         return self.terms[0].like()
 
-    def matvec(self, tree: Any) -> Any:
+    def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
-        products = [term.matvec(tree) for term in self.terms]
 
         def total(leaf, *terms):
-            return (
-                self.shift * leaf
-                + sum(s * x for s, x in zip(self.scales, terms, strict=True))
-            ).astype(leaf.dtype)
+            return _add_scaled(self.shift * leaf, self.scales, terms).astype(leaf.dtype)
 
-        return jax.tree.map(total, tree, *products)
+        return jax.tree.map(total, tree, *[term.matvec(tree) for term in self.terms])
 
-    def sample(self, key: jax.Array) -> Any:
+    def sample(self, key: jax.Array) -> Params:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance."""
-        noise, unravel = self._raveled()
+        zeros, unravel = self._zeros()
         first, *keys = jax.random.split(key, 1 + len(self.terms))
         draws = [term.sample(own) for term, own in zip(self.terms, keys, strict=True)]
         roots = [jnp.sqrt(scale) for scale in self.scales]
-        white = unravel(
-            jnp.sqrt(self.shift).astype(noise.dtype)
-            * jax.random.normal(first, noise.shape, noise.dtype)
-        )
-        return jax.tree.map(
-            lambda w, *own: w + sum(r * x for r, x in zip(roots, own, strict=True)),
-            white,
-            *draws,
-        )
+        root = jnp.sqrt(self.shift).astype(zeros.dtype)
+        white = unravel(root * jax.random.normal(first, zeros.shape, zeros.dtype))
+        return jax.tree.map(lambda x, *own: _add_scaled(x, roots, own), white, *draws)
 
 
-def as_matrix(matrix: Any) -> Matrix:
-    return (
-        matrix
-        if isinstance(matrix, Matrix)
-        else Matrix((matrix,), (1.0,), near=matrix.near)
-    )
+def _add_scaled(
+    x: jax.Array,
+    scales: Sequence[ArrayLike],
+    terms: Sequence[jax.Array],
+) -> jax.Array:
+    return x + sum(scale * y for scale, y in zip(scales, terms, strict=True))
+
+
+def as_matrix(matrix: Linear) -> Matrix:
+    if isinstance(matrix, Matrix):
+        return matrix
+    return Matrix((matrix,), (1.0,), near=matrix.near)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Inverted(ByProducts):
+class Inverted(MatrixFreeOperator):
     """The inverse of a matrix: a product solves a linear system by conjugate gradients."""
 
     matrix: Any
     tolerance: float = dataclasses.field(metadata={"static": True})
     max_steps: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         return self.matrix.like()
 
-    def matvec(self, tree: Any) -> Any:
-        return self.matrix.solve(
+    def matvec(self, tree: Params) -> Params:
+        solution = self.matrix.solve(
             tree, tolerance=self.tolerance, max_steps=self.max_steps
-        ).value
+        )
+        return solution.value
 
-    def sample(self, key: jax.Array) -> Any:
+    def sample(self, key: jax.Array) -> Params:
         """Draw a tree with covariance `M^-1`: the solution `M^-1 y` for a draw `y` with covariance `M`."""
         return self.matvec(self.matrix.sample(key))
 
     def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
         """Estimate the inverse's log-determinant, minus the matrix's `logdet`."""
         estimate = self.matrix.logdet(key, probes, steps)
-        return Estimate(-estimate.value, estimate.error)
+        return estimate._replace(value=-estimate.value)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Function(ByProducts):
+class Function(MatrixFreeOperator):
     """A function of a matrix, applied to vectors by Lanczos' method.
 
     A product with `v` is `|v| Q fn(T) e_1`, with the Lanczos basis `Q` of `v` and the tridiagonal matrix `T`.
@@ -371,128 +361,19 @@ class Function(ByProducts):
     fn: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         return self.matrix.like()
 
-    def matvec(self, tree: Any) -> Any:
+    def matvec(self, tree: Params) -> Params:
         flat, unravel = ravel_pytree(tree)
-        basis, tridiagonal, _ = lanczos(
-            self.matrix._flat, flat, min(self.steps, flat.size)
-        )
-        return unravel(
-            jnp.linalg.norm(flat) * (first_column(self.fn, tridiagonal) @ basis)
-        )
+        steps = min(self.steps, flat.size)
+        basis, tridiagonal, _ = lanczos(self.matrix._flat, flat, steps)
+        result = first_column(self.fn, tridiagonal) @ basis
+        return unravel(jnp.linalg.norm(flat) * result)
 
 
-def first_column(fn: Callable[[jax.Array], jax.Array], matrix: jax.Array) -> jax.Array:
-    """Return `fn(T) e_1` for a small symmetric matrix `T`."""
-    values, rotation = jnp.linalg.eigh(matrix)
-    return jnp.matmul(
-        rotation,
-        jnp.where(rotation[0] == 0, 0.0, rotation[0] * fn(values)),
-        precision="highest",
-    )
-
-
-def lanczos(
-    product: Callable, start: jax.Array, steps: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run Lanczos' method with full reorthogonalization.
-
-    Each new vector is orthogonalized twice against all earlier vectors. If the Krylov space is exhausted, a random
-    vector continues the basis, and the off-diagonal entry between this vector and its predecessor is zero.
-
-    Returns:
-      An orthonormal basis `[steps, p]` whose first vector is parallel to `start`, the tridiagonal matrix
-      `[steps, steps]`, and the next off-diagonal entry.
-    """
-    epsilon = jnp.finfo(start.dtype).eps
-
-    def orthogonal(v, basis):
-        for _ in range(2):
-            v = v - jnp.matmul(
-                jnp.matmul(basis, v, precision="highest"), basis, precision="highest"
-            )
-        return v
-
-    def unit(v):
-        norm = jnp.linalg.norm(v)
-        return v / jnp.where(norm > 0, norm, 1)
-
-    def step(k, state):
-        basis, alphas, betas, largest = state
-        new = product(basis[k])
-        alpha = jnp.vdot(basis[k], new)
-        new = orthogonal(new, basis)
-        beta = jnp.linalg.norm(new)
-        largest = jnp.maximum(largest, jnp.abs(alpha) + beta)
-        exhausted = beta <= 16 * epsilon * largest
-        random_vector = jax.random.normal(
-            jax.random.fold_in(jax.random.key(0), k), new.shape, new.dtype
-        )
-        new = unit(orthogonal(unit(jnp.where(exhausted, random_vector, new)), basis))
-        basis = basis.at[k + 1].set(new)
-        return (
-            basis,
-            alphas.at[k].set(alpha),
-            betas.at[k].set(jnp.where(exhausted, 0, beta)),
-            largest,
-        )
-
-    basis = jnp.zeros((steps + 1, start.size), start.dtype).at[0].set(unit(start))
-    empty = jnp.zeros(steps, start.dtype)
-    basis, alphas, betas, _ = lax.fori_loop(
-        0, steps, step, (basis, empty, empty, jnp.zeros((), start.dtype))
-    )
-    return (
-        basis[:-1],
-        jnp.diag(alphas) + jnp.diag(betas[:-1], 1) + jnp.diag(betas[:-1], -1),
-        betas[-1],
-    )
-
-
-def conjugate_gradients(
-    product: Callable,
-    b: jax.Array,
-    near: Callable | None,
-    tolerance: float,
-    max_steps: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Solve `M x = b` by conjugate gradients.
-
-    Args:
-      product: multiplies a vector by `M`.
-      b: the right-hand side, `[p]`.
-      near: applies the preconditioner, an approximate inverse of `M`, or None.
-      tolerance: stop when the residual norm is at most `tolerance` times the norm of `b`.
-      max_steps: the maximum number of steps.
-
-    Returns:
-      The solution, the number of steps, and the residual norm divided by the norm of `b`.
-    """
-    size = jnp.linalg.norm(b)
-
-    def going(state):
-        _, r, *_, k = state
-        return (jnp.linalg.norm(r) > tolerance * size) & (k < max_steps)
-
-    def step(state):
-        x, r, p, rz, k = state
-        moved = product(p)
-        rate = rz / jnp.vdot(p, moved)
-        x, r = x + rate * p, r - rate * moved
-        z = r if near is None else near(r)
-        new = jnp.vdot(r, z)
-        return x, r, z + new / rz * p, new, k + 1
-
-    z = b if near is None else near(b)
-    x, r, *_, k = lax.while_loop(
-        going, step, (jnp.zeros_like(b), b, z, jnp.vdot(b, z), jnp.zeros((), jnp.int32))
-    )
-    return x, k, jnp.linalg.norm(r) / jnp.where(size > 0, size, 1)
-
-
-def scalar(value: Any) -> Any:
+def scalar(value: ArrayLike) -> ArrayLike:
+    """Return the number, or raise a `TypeError` if the value is a matrix or an array."""
     if isinstance(value, Linear) or jnp.ndim(value):
         raise TypeError(
             f"an operator is multiplied by numbers, not by {type(value).__name__}"

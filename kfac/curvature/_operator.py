@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+from optax import Params
 
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import check_layers, check_range
@@ -19,7 +20,13 @@ from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
 from kfac._curvature.refresh import one_by_one
 from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layer, Layers, map_by_path
-from kfac._optimizer.state import KfacState, blocks_of, find_state, match_leaves
+from kfac._optimizer.state import (
+    BlockState,
+    KfacState,
+    blocks_of,
+    find_state,
+    match_leaves,
+)
 from kfac.curvature._matrix import Linear, scalar
 
 
@@ -43,37 +50,38 @@ class Block:
 
     def __matmul__(self, matrices: jax.Array) -> jax.Array:
         """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
-        wide = matrices.reshape(self.values.shape).astype(
-            jnp.result_type(matrices, self.values)
-        )
-        turned = self.values * rotate(wide, self.basis, "float32", back=False)
-        return rotate(turned, self.basis, "float32", back=True).reshape(matrices.shape)
+        dtype = jnp.result_type(matrices, self.values)
+        wide = matrices.reshape(self.values.shape).astype(dtype)
+        turned = rotate(wide, self.basis, "float32", back=False)
+        return self.turn_back(self.values * turned).reshape(matrices.shape)
+
+    def turn_back(self, matrices: jax.Array) -> jax.Array:
+        """Compute `Q v` for `[k, d_out, d_in]`."""
+        return rotate(matrices, self.basis, "float32", back=True)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Block:
         """Apply `fn` to the eigenvalues; the eigenvectors stay the same."""
         return dataclasses.replace(self, values=fn(self.values))
 
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draw `[k, d_out, d_in]` from the normal distribution with this covariance."""
+        root = jnp.sqrt(self.values)
+        return self.turn_back(root * jax.random.normal(key, root.shape, root.dtype))
+
     def diagonal(self) -> jax.Array:
         """Return the diagonal entries, `[k, d_out, d_in]`."""
         squares = jax.tree.map(jnp.square, self.basis)
-        return rotate(self.values, squares, "float32", back=True)
+        return Block(squares, self.values).turn_back(self.values)
 
     def to_dense(self) -> jax.Array:
         """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
         k, d_out, d_in = self.values.shape
-        units = (
-            jnp.eye(d_out * d_in, dtype=self.values.dtype)
-            .reshape(-1, 1, d_in, d_out)
-            .swapaxes(-1, -2)
-        )
+        p = d_out * d_in
+        units = jnp.eye(p, dtype=self.values.dtype).reshape(p, 1, d_in, d_out).mT
         columns = jax.vmap(self.__matmul__)(
-            jnp.broadcast_to(units, (d_out * d_in, k, d_out, d_in))
+            jnp.broadcast_to(units, (p, k, d_out, d_in))
         )
-        return (
-            columns.swapaxes(-1, -2)
-            .reshape(d_out * d_in, k, d_out * d_in)
-            .transpose(1, 2, 0)
-        )
+        return columns.mT.reshape(p, k, p).transpose(1, 2, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -96,36 +104,34 @@ class Operator(Linear):
     blocks: dict[str, Block]
     layers: Layers = dataclasses.field(metadata={"static": True})
 
-    def matvec(self, tree: Any) -> Any:
+    def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
         leaves = match_leaves(self.layers, tree, "tree")
-        new: dict[str, jax.Array] = {}
-        for layer in self._layers():
+        products: dict[str, jax.Array] = {}
+        for layer, block in self._by_layer():
             if layer.params[0] in leaves:
                 matrix = layer.to_matrix([leaves[path] for path in layer.params])
-                new |= _leaves(layer, self.blocks[layer.name] @ layer.to_pieces(matrix))
-        return map_by_path(
-            lambda path, leaf: new.get(path, jnp.zeros_like(leaf)).astype(leaf.dtype),
-            tree,
-        )
+                products |= _leaves(layer, block @ layer.to_pieces(matrix))
+        return _fill(tree, products)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
         """Apply `fn` to the eigenvalues, elementwise; the eigenvectors stay the same."""
-        return dataclasses.replace(
-            self, blocks={name: block.map(fn) for name, block in self.blocks.items()}
-        )
+        blocks = {name: block.map(fn) for name, block in self.blocks.items()}
+        return dataclasses.replace(self, blocks=blocks)
 
-    def __mul__(self, scale: jax.typing.ArrayLike) -> Operator:
+    def __mul__(self, scale: ArrayLike) -> Operator:
         """Multiply the matrix by a number."""
-        return self.map(functools.partial(jnp.multiply, scalar(scale)))
+        s = scalar(scale)
+        return self.map(lambda values: jnp.multiply(s, values))
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Linear | ArrayLike) -> Any:
         """Add another matrix, or a number times the identity, such as a prior's precision."""
         if isinstance(other, Linear):
             return super().__add__(other)
-        return self.map(functools.partial(jnp.add, scalar(other)))
+        s = scalar(other)
+        return self.map(lambda values: jnp.add(s, values))
 
     __radd__ = __add__
 
@@ -156,34 +162,20 @@ class Operator(Linear):
     @property
     def size(self) -> int:
         """The matrix dimension, which is the number of parameters with a block."""
-        return sum(layer.num_params for layer in self._layers())
+        return sum(layer.num_params for layer, _ in self._by_layer())
 
-    def diagonal(self) -> Any:
+    def diagonal(self) -> Params:
         """Return the diagonal, a tree like the parameters."""
-        return self._tree(
-            {layer.name: self.blocks[layer.name].diagonal() for layer in self._layers()}
-        )
+        return self._tree(Block.diagonal)
 
-    def sample(self, key: jax.Array) -> Any:
+    def sample(self, key: jax.Array) -> Params:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
 
         Args:
           key: a PRNG key. `jax.vmap(op.sample)(jax.random.split(key, 8))` draws eight.
         """
-        noise = {}
-        for layer, layer_key in zip(
-            self._layers(),
-            jax.random.split(key, max(1, len(self.blocks))),
-            strict=False,
-        ):
-            block = self.blocks[layer.name].map(jnp.sqrt)
-            normal = jax.random.normal(
-                layer_key, block.values.shape, block.values.dtype
-            )
-            noise[layer.name] = rotate(
-                block.values * normal, block.basis, "float32", back=True
-            )
-        return self._tree(noise)
+        keys = iter(jax.random.split(key, max(1, len(self.blocks))))
+        return self._tree(lambda block: block.sample(next(keys)))
 
     def block(self, name: str) -> Block:
         """Return the block of the layer `name`.
@@ -202,55 +194,60 @@ class Operator(Linear):
         """The operator itself as the preconditioner for sums, or None if a layer has no block."""
         return self if len(self.blocks) == len(self.layers) else None
 
-    def like(self) -> Any:
+    def like(self) -> Params:
         """Return the parameters' shapes, a tree of `jax.ShapeDtypeStruct`, with the common dtype of all blocks."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
-        shapes = {
-            path: shape
-            for layer in self.layers
-            for path, shape in zip(layer.params, layer.shapes, strict=True)
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in self.layers:
+            shapes |= zip(layer.params, layer.shapes, strict=True)
         leaves = [
             jax.ShapeDtypeStruct(shapes[path], dtype) for path in self.layers.paths
         ]
         return jax.tree.unflatten(self.layers.structure, leaves)
 
-    def _layers(self) -> list[Layer]:
-        return [layer for layer in self.layers if layer.name in self.blocks]
+    def _by_layer(self) -> Iterator[tuple[Layer, Block]]:
+        """Yield the layers that have a block, in their order, each with its block."""
+        for layer in self.layers:
+            if layer.name in self.blocks:
+                yield layer, self.blocks[layer.name]
 
     def _values(self) -> jax.Array:
-        # The last pieces of a split kernel are padded with zeros, whose eigenvalues are the smallest. In descending
-        # order they come last, and `from_pieces` drops them. A diagonal factor's eigenvalues are in the order of its
-        # rows, so its padding comes last already.
-        def falling(layer):
-            turned = [
-                axis
-                for axis, side in ((1, "G"), (2, "A"))
-                if side not in layer.diagonal
-            ]
-            return jnp.flip(self.blocks[layer.name].values, turned)
+        """Return all eigenvalues, `[size]`.
 
-        return jnp.concatenate(
-            [layer.from_pieces(falling(layer)).ravel() for layer in self._layers()]
-        )
+        The last pieces of a split kernel are padded with zeros, whose eigenvalues are the smallest. In descending order
+        they come last, and `from_pieces` drops them. A diagonal factor's eigenvalues are in the order of its rows, so
+        its padding comes last already.
+        """
+        values = []
+        for layer, block in self._by_layer():
+            sides = (1, "G"), (2, "A")
+            ascending = [axis for axis, side in sides if side not in layer.diagonal]
+            pieces = layer.from_pieces(jnp.flip(block.values, ascending))
+            values.append(pieces.ravel())
+        return jnp.concatenate(values)
 
-    def _tree(self, matrices: dict[str, jax.Array]) -> Any:
-        """Assemble a tree like the parameters from the matrices of the layers; zeros where a layer has no matrix."""
+    def _tree(self, matrix_of: Callable[[Block], jax.Array]) -> Params:
+        """Return a tree like the parameters from a matrix for each block; zeros where a layer has no block."""
         leaves: dict[str, jax.Array] = {}
-        for layer in self._layers():
-            leaves |= _leaves(layer, matrices[layer.name])
-        return map_by_path(
-            lambda path, x: leaves.get(path, jnp.zeros(x.shape, x.dtype)), self.like()
-        )
+        for layer, block in self._by_layer():
+            leaves |= _leaves(layer, matrix_of(block))
+        return _fill(self.like(), leaves)
 
 
 def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
-    matrix = (
-        layer.from_pieces(matrix)
-        if layer.pieces > 1
-        else matrix.reshape(-1, layer.d_out, layer.d_in)
-    )
+    """Split a layer's matrix, possibly in pieces, into the layer's leaves."""
+    if layer.pieces > 1:
+        matrix = layer.from_pieces(matrix)
+    else:
+        matrix = matrix.reshape(-1, layer.d_out, layer.d_in)
     return dict(zip(layer.params, layer.from_matrix(matrix), strict=True))
+
+
+def _fill(tree: Params, leaves: Mapping[str, jax.Array]) -> Params:
+    """Return `leaves` as a tree with the structure and the dtypes of `tree`, zeros for missing leaves."""
+    return map_by_path(
+        lambda path, x: leaves.get(path, jnp.zeros_like(x)).astype(x.dtype), tree
+    )
 
 
 def operator(
@@ -301,10 +298,7 @@ def operator(
     if inverse is not None:
         check_inverse(inverse)
     given = jnp.asarray(0.0 if damping is None else damping)
-    dampings = (
-        given,
-        given,
-    )  # for the blocks that have an owner device, and for the shared blocks
+    shared = given
     if isinstance(source, Factors):
         inverse, stacks = _from_factors(layers, source, inverse, basis)
     else:
@@ -313,50 +307,65 @@ def operator(
                 "basis is for factors: the state of an optimizer has its own"
             )
         state = find_state(source, "source")
-        inverse, stacks = _from_state(layers, state, inverse)
+        inverse = _inverse_for(state, inverse)
+        stacks = blocks_of(state, layers, "source")
         if damping is None:
-            last = state.metrics.damping
-            dampings = last, last * state.unitwise_damping
+            given = state.metrics.damping
+            shared = given * state.unitwise_damping
     blocks: dict[str, Block] = {}
-    for group, statistics, inverse_state in stacks:
-        amount = damping_of_blocks(
-            group.inverse_of(inverse), statistics, dampings[not group.owned]
-        )
-        spectra = one_by_one(
-            functools.partial(_spectrum, group.inverse_of(inverse)),
-            inverse_state,
-            statistics,
-            amount,
-        )
-        for layer, part in group.split(spectra):
-            # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
-            blocks[layer.name] = (
-                jax.tree.map(lambda x: x[0], part) if part.values.ndim > 3 else part
-            )
-    return Operator(
-        {layer.name: blocks[layer.name] for layer in layers if layer.name in blocks},
-        layers,
-    )
+    for group, stack in stacks:
+        blocks |= _decompose(group, stack, inverse, given if group.owned else shared)
+    in_order = {
+        layer.name: blocks[layer.name] for layer in layers if layer.name in blocks
+    }
+    return Operator(in_order, layers)
 
 
-def _spectrum(inverse: Inverse, *block: Any) -> Block:
-    stack_of_one = Block(*inverse.spectrum(*jax.tree.map(lambda x: x[None], block)))
-    return jax.tree.map(lambda x: x[0], stack_of_one)
+class Stack(NamedTuple):
+    """A group's statistics and the state of its inverse, None without moments, as in a `BlockState`."""
+
+    factors: Any
+    inverse: Any
 
 
-# The inverse, and for each group its stacked statistics and its stacked inverse state (None without moments).
-Source = tuple[Inverse, list[tuple[Group, Any, Any]]]
+def _decompose(
+    group: Group,
+    stack: Stack | BlockState,
+    inverse: Inverse,
+    damping: jax.Array,
+) -> dict[str, Block]:
+    """Return the damped block of each layer in a group."""
+    inverse = group.inverse_of(inverse)
+    inverse_state = stack.inverse if inverse.takes_moments else None
+
+    def spectrum(*members):
+        stacks_of_one = jax.tree.map(lambda x: x[None], members)
+        return jax.tree.map(lambda x: x[0], Block(*inverse.spectrum(*stacks_of_one)))
+
+    amounts = damping_of_blocks(inverse, stack.factors, damping)
+    spectra = one_by_one(spectrum, inverse_state, stack.factors, amounts)
+    blocks = {}
+    for layer, part in group.split(spectra):
+        # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
+        if not group.owned:
+            part = group.block.unstack(layer, part)
+        blocks[layer.name] = part
+    return blocks
 
 
 def _from_factors(
-    layers: Layers, factors: Any, inverse: Inverse | None, basis: Any
-) -> Source:
+    layers: Layers,
+    factors: Factors,
+    inverse: Inverse | None,
+    basis: Mapping[str, Kronecker] | None,
+) -> tuple[Inverse, Iterable[tuple[Group, Stack | BlockState]]]:
+    """Return the inverse and the stacks, by group, or with a basis by layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
+    stacks = []
     if basis is None:
-        if inverse is None and any(
-            block.moments is not None for block in factors.values()
-        ):
+        has_moments = any(block.moments is not None for block in factors.values())
+        if inverse is None and has_moments:
             raise ValueError(
                 "factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out"
             )
@@ -365,59 +374,44 @@ def _from_factors(
             raise ValueError(
                 f"inverse={inverse!r} of factors needs the basis= that their moments were taken in"
             )
-        groups = [group for group in group_layers(layers) if group.captured]
-        return inverse, [
-            (group, group.stack_factors(factors), None) for group in groups
-        ]
+        for group in group_layers(layers):
+            if group.captured:
+                stacks.append((group, Stack(group.stack_factors(factors), None)))
+        return inverse, stacks
     inverse = inverse or Ekfac()
     if not inverse.takes_moments:
         raise ValueError(
             f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()"
         )
     check_basis(basis, layers)
-    blocks: list[tuple[Group, Any, Any]] = []
     for layer in layers.with_factors:
         group = Group(layer.name, (layer,))
-        stack: Any = group.stack_factors(factors)
-        inverse_state: Any = None
+        statistics = group.stack_factors(factors)
+        inverse_state = None
         if layer.correctable:
             inverse.check(layer, factors[layer.name])
-            vectors, moments = (
-                group.block.stack(layer, basis[layer.name]),
-                stack.moments,
-            )
-            a, g = (
-                Eigen(q, jnp.zeros(q.shape[:2], q.dtype))
-                for q in (vectors.A, vectors.G)
-            )
-            inverse_state = Kronecker(
-                a, g, Moments(moments, jnp.ones_like(moments[:, 0, 0]))
-            )
-        blocks.append((group, stack, inverse_state))
-    return inverse, blocks
+            vectors = group.block.stack(layer, basis[layer.name])
+            # `Ekfac.spectrum` computes the factors' eigenvalues along these vectors.
+            sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
+            weight = jnp.ones_like(statistics.moments[:, 0, 0])
+            moments = Moments(statistics.moments, weight)
+            inverse_state = dataclasses.replace(sides, moments=moments)
+        stacks.append((group, Stack(statistics, inverse_state)))
+    return inverse, stacks
 
 
-def _from_state(layers: Layers, state: KfacState, inverse: Inverse | None) -> Source:
+def _inverse_for(state: KfacState, inverse: Inverse | None) -> Inverse:
+    """Return the inverse for an optimizer state, by default the state's own."""
     of_state = state.settings.inverse if state.owned else inverse or Eigh()
+    if inverse is None:
+        return of_state
     # The state's damping is in the units of the state's inverse, so the new inverse takes over `relative`.
-    inverse = (
-        dataclasses.replace(inverse, relative=of_state.relative)
-        if inverse
-        else of_state
-    )
+    inverse = dataclasses.replace(inverse, relative=of_state.relative)
     if inverse.takes_moments and inverse != of_state:
         raise ValueError(
             f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}"
         )
-    pairs = blocks_of(state, layers, "source")
-    return inverse, [
-        (
-            g,
-            block.factors,
-            block.inverse if g.inverse_of(inverse).takes_moments else None,
-        )
-        for g, block in pairs
-    ]
+    return inverse
 
 
 def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
@@ -437,12 +431,9 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
         over several devices.
     """
     check_layers(layers)
-    blocks: dict[str, Any] = {}
-    for group, block in blocks_of(
-        find_state(opt_state, "opt_state"), layers, "opt_state"
-    ):
-        blocks |= {
-            layer.name: group.block.unstack(layer, stack)
-            for layer, stack in group.split(block.factors)
-        }
+    state = find_state(opt_state, "opt_state")
+    blocks = {}
+    for group, block in blocks_of(state, layers, "opt_state"):
+        for layer, stack in group.split(block.factors):
+            blocks[layer.name] = group.block.unstack(layer, stack)
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

@@ -7,6 +7,7 @@ Blocks of stacked layers have a leading axis of copies.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from kfac._capture.trace import Trace, batch_of, trace
 from kfac._factors import Block, Kronecker, Statistics
 from kfac._layers import Layer, Layers
 from kfac._statistics.rows import accumulator
+
+_WHAT = "the exact Fisher matrix"  # the caller's name in error messages
 
 
 def fisher_blocks(
@@ -85,90 +88,101 @@ def fisher_blocks(
             loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs)
         )
         marks = find_marks(traced)
-        marks.require("the exact Fisher matrix", traced, layers.skipped_paths)
+        marks.require(_WHAT, traced, layers.skipped_paths)
         found = layers_of(traced, layers, marks, num_examples)
         check_same(layers, found.layers)
         n = found.num_examples
         if n is None:
             raise ValueError(found.unclear)
         leaves = dict(zip(traced.names, jax.tree.leaves(params), strict=True))
-        outputs, push, slopes = _outputs(traced, marks, leaves)
-        rows_of = (
-            _true(marks, outputs, n)
-            if fisher == "true"
-            else _empirical(marks, slopes, n)
+        outputs = _outputs(traced, marks, leaves)
+        rows_of = functools.partial(
+            _true if fisher == "true" else _empirical, marks, outputs, n
         )
-        dtype = accumulator(jnp.result_type(*leaves.values()))
-
-        def block(layer):
-            def rows(unit):
-                moved = dict(zip(layer.params, layer.from_rows(unit), strict=True))
-                moved = {
-                    path: moved.get(path, jnp.zeros_like(x)).astype(x.dtype)
-                    for path, x in leaves.items()
-                }
-                return jnp.concatenate(
-                    [x.astype(dtype).ravel() for x in rows_of(push(moved))]
-                )
-
-            size = layer.d_in * layer.d_out
-            units = jnp.eye(layer.copies * size, dtype=dtype).reshape(
-                -1, layer.copies, layer.d_in, layer.d_out
-            )
-            factor = lax.map(rows, units, batch_size=256).reshape(
-                layer.copies, size, -1
-            )
-            matrices = jnp.einsum("cpr,cqr->cpq", factor, factor, precision="highest")
-            return matrices if layer.stacked else matrices[0]
-
-        return {name: block(layers[name]) for name in chosen}
+        return {name: _block(layers[name], leaves, rows_of) for name in chosen}
 
     return blocks
 
 
+ByPath = dict[str, jax.Array]
 ByMark = dict[Key, jax.Array]
+Rows = Callable[[ByPath], list[jax.Array]]
 
 
-def _outputs(
-    traced: Trace, marks: Marks, leaves: dict[str, jax.Array]
-) -> tuple[ByMark, Callable[[dict[str, jax.Array]], ByMark], ByMark]:
-    """Return the marked outputs, their Jacobian-vector product, and the gradient of the loss with respect to them."""
+def _block(layer: Layer, leaves: ByPath, rows_of: Rows) -> jax.Array:
+    """Return a layer's block `S^T S`, where `rows_of` multiplies a change of the parameters by `S`."""
+    dtype = accumulator(jnp.result_type(*leaves.values()))
+    zeros = jax.tree.map(jnp.zeros_like, leaves)
+
+    def rows(unit):
+        change = dict(zeros)
+        for path, leaf in zip(layer.params, layer.from_rows(unit), strict=True):
+            change[path] = leaf.astype(zeros[path].dtype)
+        return jnp.concatenate([x.astype(dtype).ravel() for x in rows_of(change)])
+
+    size = layer.d_in * layer.d_out
+    units = jnp.eye(layer.copies * size, dtype=dtype)
+    units = units.reshape(-1, layer.copies, layer.d_in, layer.d_out)
+    root = lax.map(rows, units, batch_size=256).reshape(layer.copies, size, -1)
+    matrices = jnp.einsum("cpr,cqr->cpq", root, root, precision="highest")
+    return matrices if layer.stacked else matrices[0]
+
+
+class _Outputs(NamedTuple):
+    """The marked outputs of a loss.
+
+    Attributes:
+      values: the outputs.
+      push: multiplies a change of the parameters by the Jacobian of the outputs.
+      slopes: the gradient of the loss with respect to the outputs.
+    """
+
+    values: ByMark
+    push: Callable[[ByPath], ByMark]
+    slopes: ByMark
+
+
+def _outputs(traced: Trace, marks: Marks, leaves: ByPath) -> _Outputs:
     plan = Plan()
-    marks.place(plan, lambda mark: lambda x, offset: (x + offset.astype(x.dtype), x))
+    marks.place(plan, lambda mark: lambda x, offset: (x + offset, x))
 
     def evaluate(leaves, offsets):
-        outs, outputs = replay(
-            traced.program, [*leaves.values(), *traced.arrays], plan, offsets
-        )
+        inputs = [*leaves.values(), *traced.arrays]
+        outs, outputs = replay(traced.program, inputs, plan, offsets)
         return outs[0], outputs
 
-    dtype = jnp.result_type(*leaves.values())
-    offsets = {
-        mark.key: jnp.zeros((*mark.scans, *mark.value.shape), dtype)
-        for mark in marks.marks
-    }
-    shapes = jax.eval_shape(evaluate, leaves, offsets)[1]
-    offsets = jax.tree.map(lambda x, like: x.astype(like.dtype), offsets, shapes)
+    offsets = {}
+    for mark in marks.marks:
+        shape = *mark.scans, *mark.value.shape
+        offsets[mark.key] = jnp.zeros(shape, mark.value.dtype)
     slopes = jax.grad(lambda offsets: evaluate(leaves, offsets)[0])(offsets)
     outputs, pull = jax.vjp(lambda leaves: evaluate(leaves, offsets)[1], leaves)
     # Transpose the VJP, because functions with a `jax.custom_vjp` have no forward-mode derivative.
     push = jax.linear_transpose(lambda cotangents: pull(cotangents)[0], outputs)
-    return outputs, lambda moved: push(moved)[0], slopes
+    return _Outputs(outputs, lambda change: push(change)[0], slopes)
 
 
-def _true(marks: Marks, outputs: ByMark, n: int) -> Callable[[ByMark], list[jax.Array]]:
-    """Return a function from output tangents `v_r` to `sqrt(weight / n) S_r v_r` for each mark, `H_r = S_r^T S_r`."""
-    what = "the exact Fisher matrix"
-    return lambda moved: [
-        mark.times_root(outputs[mark.key], moved[mark.key], n, what)
+def _true(
+    marks: Marks,
+    outputs: _Outputs,
+    n: int,
+    change: ByPath,
+) -> list[jax.Array]:
+    """Return `sqrt(weight / n) S_r v_r` by mark, with the change `v_r` of output row `r` and `H_r = S_r^T S_r`."""
+    moved = outputs.push(change)
+    return [
+        mark.times_root(outputs.values[mark.key], moved[mark.key], n, _WHAT)
         for mark in marks.marks
     ]
 
 
 def _empirical(
-    marks: Marks, slopes: ByMark, n: int
-) -> Callable[[ByMark], list[jax.Array]]:
-    """Return a function from output tangents to `sqrt(n)` times each example's contribution to the loss tangent.
+    marks: Marks,
+    outputs: _Outputs,
+    n: int,
+    change: ByPath,
+) -> list[jax.Array]:
+    """Return `sqrt(n)` times the change of each example's contribution to the loss.
 
     The contribution of a mark with weight `w` is divided by `sqrt(w)`. If marks have weights and `n` does not divide
     the rows of a mark, the mark belongs to another batch, and each of its rows counts as an example.
@@ -177,26 +191,23 @@ def _empirical(
     together = [mark for mark in marks.marks if mark not in apart]
     for mark in together:
         if mark.scans and (mark.rows != n or len(together) > 1):
-            which = f"its {mark.rows} rows cannot be shared out among {n} examples"
             raise ValueError(
-                f"the output is marked inside a scan, where {which}: mark it outside"
+                f"the output is marked inside a scan, where its {mark.rows} rows cannot be shared out among {n} "
+                "examples: mark it outside"
             )
         if mark.rows % n:
             raise ValueError(
                 f"num_examples={n} does not divide the {mark.rows} rows of the marked output"
             )
+    moved = outputs.push(change)
 
-    def examples(moved, mark, count):
-        return math.sqrt(n / mark.weight) * jnp.sum(
-            (slopes[mark.key] * moved[mark.key]).reshape(count, -1), axis=1
-        )
+    def examples(mark, count):
+        parts = (outputs.slopes[mark.key] * moved[mark.key]).reshape(count, -1)
+        return math.sqrt(n / mark.weight) * jnp.sum(parts, axis=1)
 
-    def rows(moved):
-        alone = [examples(moved, mark, mark.rows) for mark in apart]
-        return alone + [sum(examples(moved, mark, n) for mark in together)] * bool(
-            together
-        )
-
+    rows = [examples(mark, mark.rows) for mark in apart]
+    if together:
+        rows.append(sum(examples(mark, n) for mark in together))
     return rows
 
 
@@ -255,13 +266,13 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
             f"exact has shape {list(exact.shape)}, but approximation {list(approximation.shape)}"
         )
 
-    norm, other, difference = (
-        jnp.linalg.norm(x, axis=(-2, -1))
-        for x in (exact, approximation, exact - approximation)
-    )
+    def norm(x):
+        return jnp.linalg.norm(x, axis=(-2, -1))
+
+    size = norm(exact)
+    product = jnp.sum(exact * approximation, axis=(-2, -1))
     return Error(
-        difference / norm,
-        jnp.sum(exact * approximation, axis=(-2, -1)) / (norm * other),
+        norm(exact - approximation) / size, product / (size * norm(approximation))
     )
 
 

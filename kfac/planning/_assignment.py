@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
 from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
 from kfac._distributed.ways import Way
-from kfac._factors import Block
-from kfac._layers import Layers
+from kfac._factors import Block, Kronecker, Statistics
+from kfac._layers import Layer, Layers
 from kfac._optimizer.moves import Moves
 from kfac._optimizer.over_mesh import init_over_mesh
 from kfac._optimizer.place import Config
@@ -90,34 +90,27 @@ class Assignment:
     @functools.cached_property
     def cost_per_device(self) -> list[int]:
         """Work of a refresh on each device, in units of `n^3`. The largest number is the critical path."""
-        shares = [
-            cost.work * np.sum(self.shards[cost.name].held, axis=1)
-            for cost in self.costs
-        ]
-        return sum(shares, np.zeros(self.devices, int)).tolist()
+        total = np.zeros(self.devices, int)
+        for cost in self.costs:
+            total += cost.work * np.sum(self.shards[cost.name].held, axis=1)
+        return total.tolist()
 
     @property
     def memory_per_device(self) -> int:
         """Bytes that each device holds for running averages, inverses and momentum."""
-        mesh, way = (
-            AbstractMesh((self.devices,), ("devices",)),
-            Way(("devices",), ("devices",)),
-        )
+        mesh = AbstractMesh((self.devices,), ("devices",))
+        way = Way(("devices",), ("devices",))
         config = Config(self.layers, self.groups, self.kind, way, Moves(momentum=0.9))
         settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
         state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
 
-        def held(owned):
-            return count_bytes([(x.factors, x.inverse, x.motion) for x in owned])
+        def in_blocks(states):
+            return count_bytes([(x.factors, x.inverse, x.motion) for x in states])
 
-        dealt = held(x.blocks for x in state.owned.values()) + count_bytes(
-            state.segment
-        )
-        return (
-            dealt // self.devices
-            + held(state.shared.values())
-            + count_bytes(state.bases)
-        )
+        spread = in_blocks(owned.blocks for owned in state.owned.values())
+        spread += count_bytes(state.segment)
+        copied = in_blocks(state.shared.values()) + count_bytes(state.bases)
+        return spread // self.devices + copied
 
     @property
     def statistics_messages(self) -> dict[str, int]:
@@ -126,53 +119,41 @@ class Assignment:
         If gradients are split, a reduce-scatter first gives each device an equal part of each Kronecker layer's
         statistics. An all-to-all then sends these parts to the owners. An all-reduce averages all other statistics.
         """
-        wire = self.communication_dtype
         if self.gradients == "split" and self.devices > 1:
-            captured = [group for group in self.groups if group.captured]
-            rest = sum(
-                g.size * count_bytes(self._statistics(g))
-                for g in captured
-                if not g.owned
-            )
-            sizes = {
-                g.name: count_bytes(jax.eval_shape(lambda g=g: self._packed(g)))
-                for g in captured
-                if g.owned
-            }
-            owned = sum(
-                self.shards[name].positions * size for name, size in sizes.items()
-            )
-            narrow = jnp.dtype(wire).itemsize * self.packed_elements
+            narrow = jnp.dtype(self.communication_dtype).itemsize * self.packed_elements
+            owned = 0
+            rest = 0
+            for group in self.groups:
+                if group.captured and group.owned:
+                    packed = jax.eval_shape(functools.partial(self._packed, group))
+                    positions = self.shards[group.name].positions
+                    owned += positions * count_bytes(packed)
+                elif group.captured:
+                    rest += group.size * count_bytes(self._statistics(group))
             return {"reduce-scatter": narrow, "all-to-all": owned, "all-reduce": rest}
 
-        packed = self._messages(
-            lambda g: self._packed(g, wire) if g.captured else None,
-            "reduce-scatter",
-            BUCKETS,
+        def captured(group):
+            if not group.captured:
+                return None
+            return self._packed(group, self.communication_dtype)
+
+        def own(group):
+            return None if group.captured else self._gradient(group)
+
+        return dict(
+            self._messages(captured, "reduce-scatter", BUCKETS)
+            + self._messages(own, "reduce-scatter")
         )
-        own = self._messages(
-            lambda g: None if g.captured else self._gradient(g), "reduce-scatter"
-        )
-        return {kind: packed.get(kind, 0) + own.get(kind, 0) for kind in packed | own}
 
     @property
     def packed_elements(self) -> int:
         """Number of elements in all captured Kronecker layers' packed statistics."""
-        layers = [
-            layer
-            for group in self.groups
-            if group.captured and group.owned
-            for layer in group.layers
-        ]
-        return sum(
-            layer.copies * math.prod(room(shape))
-            for layer in layers
-            for shape in layer.side_shapes.values()
-        )
-
-    def _packed(self, group: Group, dtype: Any = None) -> Any:
-        """Return a block's packed statistics."""
-        return self._statistics(group).packed(tuple(group.shapes.values()), dtype=dtype)
+        total = 0
+        for layer in self.layers.with_factors:
+            if layer.block.owned:
+                for shape in layer.side_shapes.values():
+                    total += layer.copies * math.prod(room(shape))
+        return total
 
     @property
     def gradients_messages(self) -> dict[str, int]:
@@ -187,26 +168,17 @@ class Assignment:
         """
         if self.devices == 1:
             return {}
-        gathered = [
-            layer for group in self.groups if group.owned for layer in group.layers
-        ]
-        if self.gradients == "split":
-            everywhere = 4 * sum(
-                layer.num_params
-                for layer in self.layers.with_blocks
-                if layer not in gathered
-            )
-            whole = 4 * sum(layer.num_params for layer in self.layers)
-            return {
-                "reduce-scatter": whole,
-                "all-gather": everywhere,
-            } | self.results_messages
-        to_owners = gathered if self.gradients == "local" else []
-        averaged = 4 * sum(
-            layer.num_params for layer in self.layers if layer not in to_owners
-        )
-        sent = self._messages(self._gradient, "reduce-scatter") if to_owners else {}
-        return sent | {"all-reduce": averaged}
+        whole = gradient_bytes(self.layers)
+        if self.gradients == "averaged":
+            return {"all-reduce": whole}
+        with_blocks = self.layers.with_blocks
+        owned = gradient_bytes(layer for layer in with_blocks if layer.block.owned)
+        if self.gradients == "local":
+            to_owners = self._messages(self._gradient, "reduce-scatter")
+            return {**to_owners, "all-reduce": whole - owned}
+        everywhere = gradient_bytes(with_blocks) - owned
+        to_devices = {"reduce-scatter": whole, "all-gather": everywhere}
+        return to_devices | self.results_messages
 
     @property
     def results_messages(self) -> dict[str, int]:
@@ -216,68 +188,55 @@ class Assignment:
         devices.
         """
         if self.gradients != "split":
-            return self._messages(self._gradient, "all-gather")
-        blocks = sum(
-            self.shards[g.name].positions * g.d_out * g.d_in
-            for g in self.groups
-            if g.owned
-        )
-        return {"all-to-all": 4 * blocks} if self.devices > 1 else {}
+            return dict(self._messages(self._gradient, "all-gather"))
+        if self.devices == 1:
+            return {}
+        elements = sum(n * g.d_out * g.d_in for n, g in with_positions(self))
+        return {"all-to-all": 4 * elements}
 
     @property
     def fetched_messages(self) -> dict[str, int]:
         """Message bytes for the new bases that all devices get after a refresh with `Ekfac`, by kind of message."""
-        return self._messages(self._basis, "all-gather")
+        return dict(self._messages(self._basis, "all-gather"))
 
     def _messages(
-        self, block: Callable[[Group], Any], kind: str, number: int = 1
-    ) -> dict[str, int]:
+        self,
+        block: Callable[[Group], Any],
+        kind: str,
+        number: int = 1,
+    ) -> collections.Counter[str]:
         """Return the message bytes by kind, as the functions in `collectives` send them.
 
         Args:
-          block: returns the arrays to send for a block in a group, or None.
+          block: returns the arrays to send for a block in a group, all of one dtype, or None.
           kind: the message between devices and owners: `"reduce-scatter"` or `"all-gather"`. With the first, groups
             without owners are all-reduced.
           number: the largest number of buckets.
         """
-        arrays = {
-            g: jax.tree.leaves(jax.eval_shape(functools.partial(block, g)))
-            for g in self.groups
-        }
-        itemsize = max(
-            (
-                x.dtype.itemsize
-                for g, leaves in arrays.items()
-                if g.owned
-                for x in leaves
-            ),
-            default=1,
-        )
-        sizes = {}
         total: collections.Counter[str] = collections.Counter()
-        for group, leaves in arrays.items():
-            if group.owned:
-                sizes[group.name] = count_bytes(leaves) // itemsize
+        if self.devices == 1:
+            return total
+        sizes = {}
+        in_all = {}
+        itemsize = 0
+        for group in self.groups:
+            arrays = jax.tree.leaves(jax.eval_shape(functools.partial(block, group)))
+            if group.owned and arrays:
+                itemsize = arrays[0].dtype.itemsize
+                sizes[group.name] = sum(x.size for x in arrays)
+                in_all[group.name] = group.size * sizes[group.name]
             elif kind == "reduce-scatter":
-                total["all-reduce"] += group.size * count_bytes(leaves)
-        buckets = make_buckets(
-            {
-                name: self.shards[name].blocks * size
-                for name, size in sizes.items()
-                if size
-            },
-            number,
-        )
-        for names in buckets:
+                total["all-reduce"] += group.size * count_bytes(arrays)
+        for names in make_buckets(in_all, number):
             segments = make_segments(self.shards, {name: sizes[name] for name in names})
-            width = segments.width + sum(
-                self.shards[name].full * sizes[name] for name in names
-            )
+            width = segments.width
+            for name in names:
+                width += self.shards[name].full * sizes[name]
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
-        return {kind: size for kind, size in total.items() if size and self.devices > 1}
+        return +total  # unary plus drops zeros
 
-    def _gradient(self, group: Group) -> Any:
+    def _gradient(self, group: Group) -> jax.Array | None:
         """Return a block's gradient, or None if the group has no owners."""
         return jnp.zeros((1, group.d_out * group.d_in)) if group.owned else None
 
@@ -285,50 +244,67 @@ class Assignment:
         """Return a block's statistics."""
         return group.zeros(1, jnp.float32, group.moments(self.kind))
 
-    def _basis(self, group: Group) -> Any:
+    def _packed(self, group: Group, dtype: str | None = None) -> Statistics:
+        """Return a block's packed statistics."""
+        return self._statistics(group).packed(tuple(group.shapes.values()), dtype=dtype)
+
+    def _basis(self, group: Group) -> Kronecker | None:
         """Return a block's basis, which all devices get, or None."""
-        return (
-            self.kind.basis(self.kind.init(self._statistics(group)))
-            if group.owned
-            else None
-        )
+        if not group.owned:
+            return None
+        return self.kind.basis(self.kind.init(self._statistics(group)))
 
     def owners(self) -> list[tuple[str, int, int]]:
         """Return every Kronecker block's owner: `(layer name, copy or piece, device)`."""
-        return [
-            (layer.name, copy, self.shards[group.name].location(start + copy)[0])
-            for group in self.groups if group.owned
-            for layer, count, start in zip(group.layers, group.counts, group.starts, strict=True)
-            for copy in range(count)
-        ]  # fmt: skip
+        owners = []
+        for group in self.groups:
+            if group.owned:
+                members = zip(group.layers, group.counts, group.starts, strict=True)
+                for layer, count, start in members:
+                    for copy in range(count):
+                        device, _ = self.shards[group.name].location(start + copy)
+                        owners.append((layer.name, copy, device))
+        return owners
 
     def __repr__(self) -> str:
         return _table(self)
 
 
+def with_positions(assignment: Assignment) -> list[tuple[int, Group]]:
+    """Return the groups whose blocks have owners, each with the number of positions for its blocks on a device."""
+    return [
+        (assignment.shards[group.name].positions, group)
+        for group in assignment.groups
+        if group.owned
+    ]
+
+
+def gradient_bytes(layers: Iterable[Layer]) -> int:
+    """Return the bytes of the layers' gradients in float32."""
+    return 4 * sum(layer.num_params for layer in layers)
+
+
 def _table(plan: Assignment) -> str:
-    by_device: dict[int, list[str]] = {device: [] for device in range(plan.devices)}
+    by_device = collections.defaultdict(list)
     for name, copy, device in plan.owners():
-        by_device[device].append(
-            f"{name}[{copy}]"
-            if plan.layers[name].copies * plan.layers[name].pieces > 1
-            else name
-        )
+        layer = plan.layers[name]
+        several = layer.copies * layer.pieces > 1
+        by_device[device].append(f"{name}[{copy}]" if several else name)
     costs = plan.cost_per_device
-    total, worst = sum(costs), max(costs)
+    total = sum(costs)
+    worst = max(costs)
     lines = [f"{'device':>6}  {'n^3 work':>9}  {'share':>6}  layers"]
-    shown = range(plan.devices) if plan.devices <= 64 else range(16)
-    for device in shown:
-        share = costs[device] / total if total else 0
+    shown = plan.devices if plan.devices <= 64 else 16
+    for device, cost in enumerate(costs[:shown]):
+        share = cost / max(total, 1)
         owned = ", ".join(by_device[device]) or "-"
-        lines.append(f"{device:>6}  {costs[device]:>9.3g}  {share:>6.1%}  {owned}")
-    if len(shown) < plan.devices:
-        idle = sum(cost == 0 for cost in costs)
+        lines.append(f"{device:>6}  {cost:>9.3g}  {share:>6.1%}  {owned}")
+    if shown < plan.devices:
         lines.append(
-            f"   ... {plan.devices - len(shown)} more devices; {idle} devices own nothing"
+            f"   ... {plan.devices - shown} more devices; {costs.count(0)} devices own nothing"
         )
+    ratio = worst * plan.devices / total if total else 1
     lines.append(
-        f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, "
-        f"{worst * plan.devices / total if total else 1:.2f} times the mean"
+        f"one refresh: {total:.3g} n^3 in all; busiest device {worst:.3g}, {ratio:.2f} times the mean"
     )
     return "\n".join(lines)

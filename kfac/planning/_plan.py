@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
+from collections.abc import Mapping
 
 from kfac._checks import check, check_given
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.intervals import applied, products_of, statistics_of
 from kfac._layers import Layers, format_bytes
-from kfac.planning._assignment import Assignment
+from kfac.planning._assignment import Assignment, gradient_bytes, with_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,71 +152,86 @@ def plan(
     check(batch=batch, overhead=overhead)
     check_given(inverse_every=inverse_every, statistics_every=statistics_every)
     assignment = Assignment(layers, devices, inverse, gradients, communication_dtype)
-    flops, messages, seconds = _costs(assignment, batch, machine)
-    budget = (
-        overhead * (seconds["model"] + seconds["gradients"])
-        - seconds["preconditioning"]
-        - seconds["results"]
-    )
-    statistics_every, inverse_every = _intervals(
-        seconds, budget, statistics_every, inverse_every
-    )
-    owned = [group.layers[0].name for group in assignment.groups if group.owned]
-    work, layer = max(
-        zip((cost.work for cost in assignment.costs), owned, strict=True),
-        default=(0, "no layer"),
-    )
-    share = work / max(1, *assignment.cost_per_device)
-    return Plan(assignment, batch, machine, overhead, statistics_every, inverse_every, flops, messages, seconds,
-                _memory(assignment), (layer, share))  # fmt: skip
-
-
-def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
-    if isinstance(hardware, str) and hardware not in HARDWARE:
-        raise ValueError(
-            f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}"
-        )
-    machine = HARDWARE[hardware] if isinstance(hardware, str) else hardware
-    fields = {field.name for field in dataclasses.fields(Hardware)}
-    for name, rate in rates.items():
-        if name not in fields:
-            raise TypeError(
-                f"plan has no argument {name!r}; rates of hardware are {', '.join(sorted(fields))}"
-            )
-        check(**{name: rate})
-    return dataclasses.replace(machine, **rates)
-
-
-def _costs(
-    assignment: Assignment, batch: int, machine: Hardware
-) -> tuple[dict, dict, dict]:
-    """Return the FLOPs, the bytes by kind of message, and the seconds, each by part of a step."""
-    layers, local = assignment.layers, batch / assignment.devices
-    flops = {
-        "model": 3 * local * sum(map(products_of, layers)),
-        "statistics": local * sum(map(statistics_of, layers)),
-        "preconditioning": sum(
-            assignment.shards[g.name].positions * applied(g.shapes)
-            for g in assignment.groups
-            if g.owned
-        ),
-        "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
-    }
+    flops = _flops(assignment, batch)
     messages = {
         "gradients": assignment.gradients_messages,
         "statistics": assignment.statistics_messages,
         "results": assignment.results_messages,
         "inverses": assignment.fetched_messages,
     }
-    rates = dict.fromkeys(flops, machine.flops) | {
-        "inversions": machine.inversion_flops
+    seconds = _seconds(flops, messages, devices, machine)
+    first_order = seconds["model"] + seconds["gradients"]
+    budget = overhead * first_order - seconds["preconditioning"] - seconds["results"]
+    statistics_every, inverse_every = _intervals(
+        seconds, budget, statistics_every, inverse_every
+    )
+    return Plan(
+        assignment,
+        batch,
+        machine,
+        overhead,
+        statistics_every,
+        inverse_every,
+        flops,
+        messages,
+        seconds,
+        _memory(assignment),
+        _largest(assignment),
+    )
+
+
+def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
+    if isinstance(hardware, str):
+        if hardware not in HARDWARE:
+            raise ValueError(
+                f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}"
+            )
+        hardware = HARDWARE[hardware]
+    fields = sorted(field.name for field in dataclasses.fields(Hardware))
+    for name, rate in rates.items():
+        if name not in fields:
+            raise TypeError(
+                f"plan has no argument {name!r}; rates of hardware are {', '.join(fields)}"
+            )
+        check(**{name: rate})
+    return dataclasses.replace(hardware, **rates)
+
+
+def _flops(assignment: Assignment, batch: int) -> dict[str, float]:
+    """Return a device's FLOPs by part of a step."""
+    layers = assignment.layers
+    local = batch / assignment.devices
+    return {
+        "model": 3 * local * sum(map(products_of, layers)),
+        "statistics": local * sum(map(statistics_of, layers)),
+        "preconditioning": sum(
+            n * applied(group.shapes) for n, group in with_positions(assignment)
+        ),
+        "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
     }
-    ring = 2 * (assignment.devices - 1) / assignment.devices / machine.bandwidth
-    sent = {
-        _SENT.get(name, name): ring * in_all_reduces(kinds)
-        for name, kinds in messages.items()
-    }
-    return flops, messages, {name: flops[name] / rates[name] for name in flops} | sent
+
+
+def _seconds(
+    flops: dict[str, float],
+    messages: dict[str, dict[str, int]],
+    devices: int,
+    machine: Hardware,
+) -> dict[str, float]:
+    """Return the seconds by part of a step."""
+    seconds = {name: count / machine.flops for name, count in flops.items()}
+    seconds["inversions"] = flops["inversions"] / machine.inversion_flops
+    ring = 2 * (devices - 1) / devices / machine.bandwidth
+    for name, kinds in messages.items():
+        seconds[_SENT.get(name, name)] = ring * in_all_reduces(kinds)
+    return seconds
+
+
+def _largest(assignment: Assignment) -> tuple[str, float]:
+    """Return the layer whose block costs most to invert, and the block's share of the critical path."""
+    names = {group.name: group.layers[0].name for group in assignment.groups}
+    blocks = [(cost.work, names[cost.name]) for cost in assignment.costs]
+    work, layer = max(blocks, default=(0, "no layer"))
+    return layer, work / max(1, *assignment.cost_per_device)
 
 
 def _memory(assignment: Assignment) -> dict[str, int]:
@@ -225,72 +240,57 @@ def _memory(assignment: Assignment) -> dict[str, int]:
     If gradients are split, a device holds its share of the parameters and gradients, and in addition its own blocks'
     gradients as stacks.
     """
-    parameters = 4 * sum(layer.num_params for layer in assignment.layers)
-    share = (
-        -(-parameters // assignment.devices)
-        if assignment.gradients == "split"
-        else parameters
-    )
-    at_owners = (
-        assignment.results_messages.get("all-to-all", 0)
-        if assignment.gradients == "split"
-        else 0
-    )
-    memory = {"parameters": share, "gradients": share + at_owners}
-    return memory | {
+    parameters = gradient_bytes(assignment.layers)
+    gradients = parameters
+    if assignment.gradients == "split":
+        parameters = -(-parameters // assignment.devices)
+        gradients = parameters + assignment.results_messages.get("all-to-all", 0)
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
         "state": assignment.memory_per_device,
-        "statistics": _statistics_memory(assignment),
+        "statistics": 4 * _statistics_elements(assignment),
     }
 
 
-def _statistics_memory(assignment: Assignment) -> int:
-    """Return a device's bytes for a step's statistics.
+def _statistics_elements(assignment: Assignment) -> int:
+    """Return the number of elements that a device holds for a step's statistics.
 
     A single device holds whole factors, several devices hold packed factors. If gradients are split, a device holds its
     share of the packed factors, its own blocks, and the largest layer's unpacked factors.
     """
     if assignment.devices == 1:
-        shapes = [
-            shape
-            for layer in assignment.layers.with_factors
-            for shape in layer.factor_shapes.values()
-        ]
-        return 4 * sum(map(math.prod, shapes))
+        factors = [layer.factor_shapes for layer in assignment.layers.with_factors]
+        return sum(map(_elements, factors))
     if assignment.gradients != "split":
-        return 4 * assignment.packed_elements
-    groups = [group for group in assignment.groups if group.captured and group.owned]
-    owned = sum(
-        assignment.shards[g.name].positions * sum(map(math.prod, g.shapes.values()))
-        for g in groups
-    )
-    sides = [
-        sum(map(math.prod, layer.side_shapes.values()))
-        for g in groups
-        for layer in g.layers
-    ]
-    return 4 * (
-        assignment.packed_elements // assignment.devices + owned + max(sides, default=0)
-    )
+        return assignment.packed_elements
+    held = assignment.packed_elements // assignment.devices
+    for positions, group in with_positions(assignment):
+        if group.captured:
+            held += positions * _elements(group.shapes)
+    largest = 0
+    for layer in assignment.layers.with_factors:
+        if layer.block.owned:
+            largest = max(largest, _elements(layer.side_shapes))
+    return held + largest
+
+
+def _elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def _too_large(plan: Plan) -> list[str]:
     """Return a warning that names the required memory and the option that helps. Empty if the run fits."""
     if plan.fits:
         return []
-    assignment, needed = plan.assignment, format_bytes(sum(plan.memory.values()))
-    split = dataclasses.replace(assignment, gradients="split")
-    rest, most = (
-        sum(_memory(split).values()),
-        max(plan.memory, key=lambda part: plan.memory[part]),
-    )
-    if (
-        assignment.devices > 1
-        and assignment.gradients != "split"
-        and rest <= plan.hardware.memory
-    ):
+    split = dataclasses.replace(plan.assignment, gradients="split")
+    rest = sum(_memory(split).values())
+    most = max(plan.memory, key=lambda part: plan.memory[part])
+    way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
+    several = plan.assignment.devices > 1 and plan.assignment.gradients != "split"
+    if several and rest <= plan.hardware.memory:
         way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
-    else:
-        way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
+    needed = format_bytes(sum(plan.memory.values()))
     return [
         f"DOES NOT FIT: {needed} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"
     ]
@@ -301,57 +301,47 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
     An all-reduce is a reduce-scatter and an all-gather, so messages of other kinds count half.
     """
-    return sum(
-        size if kind == "all-reduce" else size / 2 for kind, size in messages.items()
-    )
+    return (sum(messages.values()) + messages.get("all-reduce", 0)) / 2
 
 
 def _seldom(
-    seconds: dict[str, float], statistics_every: int, inverse_every: int
+    seconds: dict[str, float],
+    statistics_every: int,
+    inverse_every: int,
 ) -> float:
     """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
-    return (
-        statistics / statistics_every
-        + (seconds["inversions"] + seconds["refreshes' messages"]) / inverse_every
-    )
+    refreshes = seconds["inversions"] + seconds["refreshes' messages"]
+    return statistics / statistics_every + refreshes / inverse_every
 
 
 def _intervals(
-    seconds, budget: float, statistics_every, inverse_every
+    seconds: dict[str, float],
+    budget: float,
+    statistics_every: int | None,
+    inverse_every: int | None,
 ) -> tuple[int | None, int | None]:
     """Return the shortest intervals whose work fits into `budget` seconds of a mean step. Given intervals stay."""
-    least = _seldom(seconds, statistics_every or 1 << 30, inverse_every or 1 << 30)
-    if (statistics_every and inverse_every) or least >= budget:
+
+    def work(n):
+        return _seldom(seconds, statistics_every or n, inverse_every or n)
+
+    if (statistics_every and inverse_every) or work(1 << 30) >= budget:
         return statistics_every, inverse_every
-    every = (
-        round(1.02**n) for n in itertools.count()
-    )  # intervals of hundreds of steps need not be exact
-    both = next(
-        n
-        for n in every
-        if _seldom(seconds, statistics_every or n, inverse_every or n) <= budget
-    )
+    # Intervals of hundreds of steps need not be exact.
+    candidates = (round(1.02**k) for k in itertools.count())
+    both = next(n for n in candidates if work(n) <= budget)
     inverse_every = inverse_every or both
     if not statistics_every:
-        statistics_every = next(
-            n
-            for n in range(1, both + 1)
-            if _seldom(seconds, n, inverse_every) <= budget
-        )
+        statistics_every = next(n for n in range(1, both + 1) if work(n) <= budget)
     return statistics_every, inverse_every
 
 
 def _text(plan: Plan) -> str:
-    assignment, hardware = plan.assignment, plan.hardware
-    lines = [
-        *_too_large(plan),
-        f"{assignment.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: "
-        f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in inversions, "
-        f"{format_bytes(hardware.bandwidth)} sent",
-        f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
-    ]
-    for name in (
+    assignment = plan.assignment
+    hardware = plan.hardware
+    rows = []
+    for part in (
         "model",
         "gradients",
         "statistics",
@@ -360,40 +350,40 @@ def _text(plan: Plan) -> str:
         "results",
         "inverses",
     ):
-        kinds: dict[str, Any] = plan.messages.get(name, {})
-        seconds = sum(
-            plan.seconds.get(part, 0.0) for part in {name, _SENT.get(name, name)}
-        )
-        if name in plan.flops or kinds:
-            flops = f"{plan.flops[name]:.3g}" if name in plan.flops else ""
-            sent = ", ".join(
-                f"{kind} {format_bytes(size)}" for kind, size in kinds.items()
-            )
-            lines.append(
-                f"{name:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip()
-            )
+        if part in plan.flops or plan.messages[part]:
+            rows.append(_row(plan, part))
     name, share = plan.largest
+    cut = (
+        ": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""
+    )
     costs = assignment.cost_per_device
     busiest = max(costs) / max(1, sum(costs)) * assignment.devices
-    lines += [
-        f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
-        f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
-        f"is a block of the shape of {name}"
-        + (
-            ": find_layers(max_dim=...) cuts its factors into blocks"
-            if share > 0.3
-            else ""
-        ),
-        "memory of a device: "
-        + ", ".join(
-            f"{part} {format_bytes(size)}" for part, size in plan.memory.items()
-        ),
-    ]
-    base, extra = plan.first_order_seconds, plan.extra_seconds
+    memory = [f"{part} {format_bytes(size)}" for part, size in plan.memory.items()]
     takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
     if plan.statistics_every and plan.inverse_every:
         takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
-    lines.append(
-        f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}"
-    )
+    base = plan.first_order_seconds
+    extra = plan.extra_seconds
+    lines = [
+        *_too_large(plan),
+        f"{assignment.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: "
+        f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in inversions, "
+        f"{format_bytes(hardware.bandwidth)} sent",
+        f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
+        *rows,
+        f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
+        f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
+        f"is a block of the shape of {name}{cut}",
+        f"memory of a device: {', '.join(memory)}",
+        f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}",
+    ]
     return "\n".join(lines)
+
+
+def _row(plan: Plan, part: str) -> str:
+    """Return a part's row of the table."""
+    seconds = sum(plan.seconds.get(key, 0) for key in {part, _SENT.get(part, part)})
+    flops = f"{plan.flops[part]:.3g}" if part in plan.flops else ""
+    kinds = plan.messages.get(part, {})
+    sent = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
+    return f"{part:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip()

@@ -21,6 +21,8 @@ from kfac._optimizer.state import (
 )
 from kfac._varying import as_varying, device_axes, varying_axes
 
+LossOfParams = Callable[[optax.Params], jax.Array]
+
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
 
 
@@ -111,126 +113,118 @@ def adaptive_damping(
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671
     """
-    if not callable(optimizer):
-        raise ValueError(
-            "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
-            f"step_norm=None), but is {optimizer!r}"
-        )
-    numbers = dict(
-        minimum=minimum,
-        maximum=maximum,
-        initial=initial,
-        decay=decay,
-        high=high,
-        low=low,
-    )
-    intervals = (
-        "(0, inf)",
-        f"[{minimum}, inf)",
-        f"[{minimum}, {maximum}]",
-        "(0, 1)",
-        "(0, 1)",
-        f"(0, {high})",
-    )
-    for (name, value), interval in zip(numbers.items(), intervals, strict=True):
-        check_number(name, value, interval)
+    _check_optimizer(optimizer)
+    check_number("minimum", minimum, "(0, inf)")
+    check_number("maximum", maximum, f"[{minimum}, inf)")
+    check_number("initial", initial, f"[{minimum}, {maximum}]")
+    check_number("decay", decay, "(0, 1)")
+    check_number("high", high, "(0, 1)")
+    check_number("low", low, f"(0, {high})")
     check_given(every=every, num_examples=num_examples)
 
-    def inner(damping: jax.Array) -> optax.GradientTransformationExtraArgs:
-        return optax.with_extra_args_support(optimizer(damping))
-
     def init(params):
-        damping, ratio = (
-            jnp.asarray(initial, jnp.float32),
-            jnp.full((), jnp.nan, jnp.float32),
-        )
-        inner_state = _checked(inner(damping).init(params))
-        # Two separate arrays, so that both can be donated.
-        count, taken_back = (jnp.zeros((), jnp.int32) for _ in range(2))
+        damping = jnp.asarray(initial, jnp.float32)
+        inner_state = optimizer(damping).init(params)
+        _check_absolute(inner_state)
+        ratio, again = _unmeasured()
+        # Two separate zeros, so that both can be donated.
+        count = jnp.zeros((), jnp.int32)
+        taken_back = jnp.zeros((), jnp.int32)
         return AdaptiveDampingState(
-            count, damping, ratio, inner_state, taken_back, jnp.zeros((), bool)
+            count, damping, ratio, inner_state, taken_back, again
         )
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
-        if params is None or value_fn is None:
-            how = "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
-            raise ValueError(
-                f"a damping that follows the loss after the step needs the parameters and the loss: {how}"
-            )
-        if has_masked(params):
-            raise ValueError(
-                "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
-                "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
-            )
+        _check_call(params, value_fn)
         damping = state.next_damping
         # The optimizer also gets `value_fn`, because it may hold another transformation that evaluates the loss.
-        changes, inner_state = inner(damping).update(
+        tx = optax.with_extra_args_support(optimizer(damping))
+        changes, inner_state = tx.update(
             updates, state.inner, params, value_fn=value_fn, **extra
         )
 
         count = optax.safe_increment(state.count)
         due = count % every == 0
-
-        def measured():
-            if isinstance(inner_state, Predicted):
-                model = inner_state.loss, inner_state.change
-            else:
-                model = _along(value_fn, params, changes, num_examples)
-            ratio, worse = _reduction_ratio(value_fn, params, changes, model)
-            factor = jnp.where(
-                ratio > high, decay**every, jnp.where(ratio < low, decay**-every, 1.0)
-            )
-            factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
-            # A step without a ratio changes neither the damping nor the reported ratio.
-            valid = ~jnp.isnan(ratio)
-            new = jnp.where(
-                valid, jnp.clip(damping * factor, minimum, maximum), damping
-            )
-            return (
-                new.astype(jnp.float32),
-                jnp.where(valid, ratio, state.reduction_ratio).astype(jnp.float32),
-                worse,
-            )
-
-        unmeasured = damping, state.reduction_ratio, jnp.zeros((), bool)
-        next_damping, ratio, worse = lax.cond(
-            due | (count <= every) | state.again, measured, lambda: unmeasured
+        ratio, worse = lax.cond(
+            due | (count <= every) | state.again,
+            lambda: _reduction_ratio(
+                value_fn, params, changes, inner_state, num_examples
+            ),
+            _unmeasured,
         )
+        factor = jnp.where(ratio < low, decay**-every, 1.0)
+        factor = jnp.where(ratio > high, decay**every, factor)
+        factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
+        # A step without a ratio changes neither the damping nor the reported ratio.
+        valid = ~jnp.isnan(ratio)
+        ratio = jnp.where(valid, ratio, state.reduction_ratio)
+        new = jnp.where(valid, jnp.clip(damping * factor, minimum, maximum), damping)
+        new = new.astype(jnp.float32)
         # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
         # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
-        # Scale the damping with which the next `observe` computes inverses.
-        factor = next_damping / damping
-        inner_state = on_states(
-            lambda x: x._replace(observe_damping=factor * x.observe_damping),
-            inner_state,
-        )
+        inner_state = _scale_damping(inner_state, new / damping)
         return changes, AdaptiveDampingState(
-            count, next_damping, ratio, inner_state, state.taken_back + worse, worse
+            count, new, ratio, inner_state, state.taken_back + worse, worse
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _checked(inner_state: Any) -> Any:
-    states = find_nodes(inner_state, KfacState)
-    kinds = [state.settings.inverse for state in states if state.owned]
-    kinds += [
-        blocks.inverse.inverse for state in states for blocks in state.shared.values()
-    ]
-    if any(inverse.relative for inverse in kinds):
+def _check_optimizer(optimizer: object) -> None:
+    """Raise a `ValueError` if the optimizer is not a function."""
+    if not callable(optimizer):
         raise ValueError(
-            "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: pass "
-            "step_norm=None to kfac.kfac, and no inverse that is relative=True"
+            "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
+            f"step_norm=None), but is {optimizer!r}"
         )
-    return inner_state
+
+
+def _check_absolute(inner_state: Any) -> None:
+    """Raise a `ValueError` if an inverse in the optimizer's state is `relative`."""
+    for state in find_nodes(inner_state, KfacState):
+        inverses = [blocks.inverse.inverse for blocks in state.shared.values()]
+        if state.owned:
+            inverses.append(state.settings.inverse)
+        if any(inverse.relative for inverse in inverses):
+            raise ValueError(
+                "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
+                "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
+            )
+
+
+def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> None:
+    """Raise a `ValueError` if `update` lacks the loss or some of the parameters."""
+    if params is None or value_fn is None:
+        raise ValueError(
+            "a damping that follows the loss after the step needs the parameters and the loss: "
+            "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
+        )
+    if has_masked(params):
+        raise ValueError(
+            "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
+            "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
+        )
+
+
+def _scale_damping(inner_state: Any, factor: jax.Array) -> Any:
+    """Scale the damping with which the next `observe` computes inverses."""
+    return on_states(
+        lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
+    )
+
+
+def _unmeasured() -> tuple[jax.Array, jax.Array]:
+    """Return the result of `_reduction_ratio` for a step that is not measured."""
+    return jnp.full((), jnp.nan, jnp.float32), jnp.zeros((), bool)
 
 
 def _reduction_ratio(
-    value_fn: Callable[[Any], Any],
-    params: Any,
-    changes: Any,
-    model: tuple[jax.Array, jax.Array],
+    value_fn: LossOfParams,
+    params: optax.Params,
+    changes: optax.Updates,
+    inner_state: Any,
+    num_examples: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
 
@@ -242,37 +236,38 @@ def _reduction_ratio(
       value_fn: the loss as a function of the parameters.
       params: the parameters before the step.
       changes: the step.
-      model: the loss before the step, and the predicted change of the loss.
+      inner_state: the optimizer's state. A `Predicted` holds the loss before the step and its predicted change.
+      num_examples: the number of examples over which the loss is averaged, or None.
     """
 
     def averaged(x):
-        axes = (
-            device_axes()
-        )  # with bound device axes, the loss covers this device's examples only
-        return (
-            lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
-            if axes
-            else x
-        )
+        # If device axes are bound, the loss covers only this device's examples.
+        axes = device_axes()
+        if not axes:
+            return x
+        return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
 
-    before, predicted = jax.tree.map(averaged, model)
+    if isinstance(inner_state, Predicted):
+        before, predicted = inner_state.loss, inner_state.change
+    else:
+        before, predicted = _along(value_fn, params, changes, num_examples)
+    before = averaged(before)
+    predicted = averaged(predicted)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
-    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(
-        before
-    )  # true if the norm is NaN
+    # Negated comparisons are also true for NaN.
+    moved = ~(optax.tree.norm(changes, squared=True) <= 0) & jnp.isfinite(before)
     worse = moved & ~(after <= before + rounding)
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
-    return jnp.where(
-        worse | (moved & ~(jnp.abs(predicted) <= rounding)), ratio, jnp.nan
-    ), worse
+    valid = worse | (moved & ~(jnp.abs(predicted) <= rounding))
+    return jnp.where(valid, ratio, jnp.nan).astype(jnp.float32), worse
 
 
 def _along(
-    value_fn: Callable[[Any], Any],
-    params: Any,
-    direction: Any,
+    value_fn: LossOfParams,
+    params: optax.Params,
+    direction: optax.Updates,
     num_examples: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss at `params` and `<grad h, d> + <d, F d> / 2` for the direction `d`, in a single forward pass.

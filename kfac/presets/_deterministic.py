@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from kfac._varying import device_axes
 from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 
 STEPS = 6  # of conjugate gradients, per update
+
+Product = Callable[[jax.Array], jax.Array]
 
 
 def deterministic(
@@ -81,7 +83,9 @@ def deterministic(
 
 
 def _quadratic_step(
-    layers: Layers, num_examples: int | None, multiple: jax.Array
+    layers: Layers,
+    num_examples: int | None,
+    multiple: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer with a damping of `multiple` times the loss."""
 
@@ -90,12 +94,9 @@ def _quadratic_step(
 
     def init(params):
         zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
-        return Predicted(
-            preconditioner(1.0).init(params),
-            optax.tree.zeros_like(params),
-            zero,
-            jnp.zeros_like(zero),
-        )
+        blocks = preconditioner(1.0).init(params)
+        last = optax.tree.zeros_like(params)
+        return Predicted(blocks, last, zero, jnp.zeros_like(zero))
 
     def update(updates, state, params, *, value_fn, **extra):
         del extra
@@ -103,63 +104,75 @@ def _quadratic_step(
             raise ValueError(
                 "deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
             )
-        value, root_of_tree = marked(
-            value_fn, params, num_examples, "deterministic"
-        ).root(params)
-        flat, unravel = ravel_pytree(params)
-        gradient, last = (ravel_pytree(tree)[0] for tree in (updates, state.step))
-
-        def root(v):  # `R v`, with `F = R^T R`
-            return ravel_pytree(root_of_tree(unravel(v)))[0]
-
-        pull = jax.linear_transpose(root, flat)
+        loss_fn = marked(value_fn, params, num_examples, "deterministic")
+        value, root_of_tree = loss_fn.root(params)
+        _, unravel = ravel_pytree(params)
+        gradient, _ = ravel_pytree(updates)
+        last, _ = ravel_pytree(state.step)
         # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
         tx = preconditioner(damping)
         direction, blocks = tx.update(updates, state.blocks, params)
-        step, rows = _combined(
-            jnp.stack([ravel_pytree(direction)[0], last]), root, gradient, damping
-        )
 
-        def conjugate(_, state):
-            step, rows, along, size = state
-            rest = -(gradient + pull(rows)[0] + damping * step)
-            near = ravel_pytree(tx.update(unravel(rest), blocks, params)[0])[0]
-            new = jnp.vdot(rest, near)
-            along = near + jnp.where(size > 0, new / size, 0) * along
-            moved = root(along)
-            curvature = jnp.sum(jnp.square(moved)) + damping * jnp.vdot(along, along)
-            rate = jnp.where(curvature > 0, new / curvature, 0)
-            return step + rate * along, rows + rate * moved, along, new
+        def root(v):
+            return ravel_pytree(root_of_tree(unravel(v)))[0]
 
-        step, rows, *_ = lax.fori_loop(
-            0, STEPS, conjugate, (step, rows, 0 * step, 0 * damping)
-        )
+        def precondition(v):
+            return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
+
+        pair = jnp.stack([ravel_pytree(direction)[0], last])
+        step, rows = _minimized(pair, gradient, damping, root, precondition)
         predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
-        step = jnp.where(
-            jnp.isfinite(predicted), step, 0
-        )  # stay in place if the step is not finite
-        known = (x.astype(state.loss.dtype) for x in (value, predicted))
-        return unravel(step), Predicted(blocks, unravel(step), *known)
+        # Stay in place if the step is not finite.
+        step = unravel(jnp.where(jnp.isfinite(predicted), step, 0))
+        dtype = state.loss.dtype
+        return step, Predicted(
+            blocks, step, value.astype(dtype), predicted.astype(dtype)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _combined(
-    pair: jax.Array, root: Any, gradient: jax.Array, damping: jax.Array
+def _minimized(
+    pair: jax.Array,
+    gradient: jax.Array,
+    damping: jax.Array,
+    root: Product,
+    precondition: Product,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the linear combination of two vectors that minimizes the quadratic model, and `R` times the result."""
-    norms = jnp.linalg.norm(
-        pair, axis=1, keepdims=True
-    )  # they differ by orders of magnitude
+    """Minimize the quadratic model by conjugate gradients, and return the step `s` and `R s`.
+
+    Args:
+      pair: two vectors, of which the first step is a linear combination.
+      gradient: the gradient of the loss.
+      damping: `l`.
+      root: multiplies a vector by `R`, with `F = R^T R`.
+      precondition: multiplies a vector by an approximate inverse of `F + l I`.
+    """
+    # Begin with the best combination of the pair, whose norms differ by orders of magnitude.
+    norms = jnp.linalg.norm(pair, axis=1, keepdims=True)
     pair = pair / jnp.where(norms > 0, norms, 1)
     rows = jnp.stack([root(v) for v in pair])
-    products = jnp.sum(
-        rows[:, None] * rows, axis=-1
-    )  # not matmul, because explicit mesh axes may shard `rows`
+    # This is no matmul, because explicit mesh axes may shard `rows`.
+    products = jnp.sum(rows[:, None] * rows, axis=-1)
     model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
     # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
     sizes = jnp.diag(model)
     model += jnp.diag(16 * jnp.finfo(model.dtype).eps * sizes + (sizes == 0))
     weights = -jnp.linalg.solve(model, jnp.matmul(pair, gradient, precision="highest"))
-    return weights @ pair, weights @ rows
+    step = weights @ pair
+    transposed = jax.linear_transpose(root, step)
+
+    def iterate(_, state):
+        step, rows, along, size = state
+        residual = -(gradient + transposed(rows)[0] + damping * step)
+        preconditioned = precondition(residual)
+        new = jnp.vdot(residual, preconditioned)
+        along = preconditioned + jnp.where(size > 0, new / size, 0) * along
+        moved = root(along)
+        curvature = jnp.sum(jnp.square(moved)) + damping * jnp.vdot(along, along)
+        rate = jnp.where(curvature > 0, new / curvature, 0)
+        return step + rate * along, rows + rate * moved, along, new
+
+    initial = step, weights @ rows, 0 * step, 0 * damping
+    return lax.fori_loop(0, STEPS, iterate, initial)[:2]

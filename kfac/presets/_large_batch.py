@@ -79,9 +79,25 @@ def large_batch(
       for Deep Convolutional Neural Networks", 2019, https://arxiv.org/abs/1811.12019
     """
     check_given(trust_ratio=trust_ratio)
+    moves = Moves(
+        kl_clip=kl_clip,
+        learning_rate=learning_rate,
+        rate_in_momentum=rate_in_momentum,
+        momentum=momentum,
+        nesterov=nesterov,
+        trust_ratio=trust_ratio,
+    )
     return assemble(
-        layers, Moves(kl_clip, learning_rate, rate_in_momentum, momentum, nesterov, trust_ratio=trust_ratio),
-        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
-        factor_decay=factor_decay, statistics_every=statistics_every, inverse_every=inverse_every,
-        refresh_warmup=refresh_warmup, unitwise_damping=unitwise_damping, distribution=distribution,
-    )  # fmt: skip
+        layers,
+        moves,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        inverse=inverse,
+        damping=damping,
+        factor_decay=factor_decay,
+        statistics_every=statistics_every,
+        inverse_every=inverse_every,
+        refresh_warmup=refresh_warmup,
+        unitwise_damping=unitwise_damping,
+        distribution=distribution,
+    )
