@@ -11,10 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kfac._checks import check, check_type
 from kfac._factors import per_block
 from kfac._layers import Layer
+from kfac._packing import Shape
+from kfac._varying import PyTree
 
 
 class Momentum(NamedTuple):
@@ -27,7 +30,9 @@ class Momentum(NamedTuple):
         """Return the new trace and the step direction."""
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
-        return trace, decay * trace + new if self.nesterov else trace
+        if not self.nesterov:
+            return trace, trace
+        return trace, decay * trace + new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +228,7 @@ class Inverse(abc.ABC):
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
-def check_inverse(value: Any) -> None:
+def check_inverse(value: object) -> None:
     """Raise a `ValueError` if a value is not an `Inverse`."""
     check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
@@ -249,12 +254,11 @@ def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
     """
     zeros = [jnp.zeros((), x.dtype) for x in stacks]
-    return lax.reduce(
-        stacks,
-        zeros,
-        lambda a, b: jax.tree.map(jnp.add, a, b),
-        tuple(range(first, stacks[0].ndim)),
-    )
+
+    def add(a, b):
+        return jax.tree.map(jnp.add, a, b)
+
+    return lax.reduce(stacks, zeros, add, tuple(range(first, stacks[0].ndim)))
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -264,7 +268,7 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
 
 
-def count_bytes(tree: Any) -> int:
+def count_bytes(tree: PyTree) -> int:
     """Return the total size of all arrays in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
@@ -281,7 +285,11 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
 
 
 def product(
-    spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array
+    spec: str,
+    precision: str,
+    dtype: DTypeLike,
+    wide: DTypeLike,
+    *operands: jax.Array,
 ) -> jax.Array:
     """Compute an `einsum` of two operands in the arithmetic `precision`.
 
@@ -292,22 +300,21 @@ def product(
       wide: the dtype of the sums and the result.
       *operands: the two operands.
     """
+    operands = tuple(x.astype(dtype) for x in operands)
 
     def einsum(arithmetic, *operands):
         return jnp.einsum(
             spec, *operands, precision=arithmetic, preferred_element_type=wide
         )
 
-    narrow = [x.astype(dtype) for x in operands]
     if precision in ("float32", "bfloat16") or dtype != jnp.float32:
-        return einsum(lax.Precision.HIGHEST, *narrow)
-    high = functools.partial(
-        einsum, lax.Precision.HIGH
-    )  # TF32 on GPUs, three products on TPUs, float32 on CPUs
+        return einsum("highest", *operands)
+    # TF32 on GPUs, three products on TPUs, float32 on CPUs.
+    high = functools.partial(einsum, "high")
     if precision == "tensorfloat32":
-        return high(*narrow)
+        return high(*operands)
     thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
-    return lax.platform_dependent(*narrow, cuda=thrice, default=high)
+    return lax.platform_dependent(*operands, cuda=thrice, default=high)
 
 
 def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
@@ -316,15 +323,13 @@ def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
     Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
     took up to four times as long as products at the next even size. Axes shorter than 64 are not padded.
     """
-    missing = [-length % multiple if length >= 64 else 0 for length in stack.shape[-2:]]
-    if not any(missing):
-        return stack
-    return jnp.pad(
-        stack, [(0, 0)] * (stack.ndim - 2) + [(0, length) for length in missing]
-    )
+    widths = [(0, 0)] * (stack.ndim - 2)
+    for length in stack.shape[-2:]:
+        widths.append((0, -length % multiple if length >= 64 else 0))
+    return jnp.pad(stack, widths)
 
 
-def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def identities(shape: Shape, dtype: DTypeLike) -> jax.Array:
     """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)
@@ -332,8 +337,12 @@ def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def averaged(
-    average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array
-) -> tuple[Any, jax.Array]:
+    average: PyTree,
+    weight: jax.Array,
+    new: PyTree,
+    decay: jax.Array,
+    taken: jax.Array,
+) -> tuple[PyTree, jax.Array]:
     """Update a bias-corrected running average.
 
     The average is `F <- decay F + (1 - decay) F_new`, divided by the sum of its weights, so the first values are used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -11,7 +12,6 @@ from kfac._checks import check_axis_name, check_type
 from kfac._distributed.ways import Way
 from kfac._varying import (
     AxisName,
-    PyTree,
     axis_names,
     axis_size,
     device_axes,
@@ -112,7 +112,7 @@ class Distribution:
         return way if way.owners else Way(), seen.mesh
 
 
-def check_distribution(value: Any) -> None:
+def check_distribution(value: object) -> None:
     """Raise if a value is neither a `Distribution` nor None."""
     check_type(
         "distribution", value, Distribution | None, "a kfac.Distribution or None"

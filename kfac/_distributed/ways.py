@@ -72,7 +72,7 @@ class Way:
         keeps all blocks.
         """
 
-        def taken(stack: PyTree, shard: Shard) -> PyTree:
+        def taken(stack, shard):
             index = self._row(shard.order.reshape(shard.devices, -1))
             return jax.tree.map(
                 lambda x: x.at[index].get(mode="promise_in_bounds"), stack
@@ -114,7 +114,7 @@ class Way:
         flat = {name: flatten(stack) for name, stack in stacks.items()}
         received = self.means(flat, shards, BUCKETS)
 
-        def unflattened(flat: jax.Array, stack: Statistics) -> Statistics:
+        def unflattened(flat, stack):
             wide = jax.tree.map(lambda x: x.astype(flat.dtype), stack)
             return unflatten(flat, wide)
 
