@@ -20,7 +20,12 @@ from kfac._packing import Shape
 from kfac._varying import axis_names
 
 
-def check_range(name: str, value: Any, interval: str, schedules: bool = True) -> None:
+def check_range(
+    name: str,
+    value: Any,
+    interval: str,
+    schedules: bool = True,
+) -> None:
     """Raise if a value is not a number in an interval such as `"[0, inf)"`.
 
     Tracers pass. With `schedules`, functions pass too.
@@ -42,7 +47,8 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
     below = number < high if interval[-1] == ")" else number <= high
-    if math.isnan(number) or not (above and below):
+    # Comparisons with NaN are false.
+    if not (above and below):
         raise ValueError(
             f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}"
         )
@@ -52,7 +58,12 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
 check_number = functools.partial(check_range, schedules=False)
 
 
-def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
+def check_count(
+    name: str,
+    value: Any,
+    low: int,
+    hint: str = "",
+) -> None:
     """Raise if a value is not an integer, or is below `low`. Scalar arrays and floats with integral values pass."""
     if isinstance(value, jax.core.Tracer):
         return
@@ -64,13 +75,20 @@ def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
         )
 
 
-def check_positive_int(name: str, value: object) -> None:
+def check_positive_int(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a static size is not a positive `int`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive int, but is {value!r}")
 
 
-def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
+def check_choice(
+    name: str,
+    value: object,
+    accepted: Sequence[str],
+) -> None:
     """Raise if a value is not among the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
         raise ValueError(
@@ -78,13 +96,19 @@ def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
         )
 
 
-def check_switch(name: str, value: object) -> None:
+def check_switch(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not a `bool`."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
-def check_multipliers(name: str, value: object) -> None:
+def check_multipliers(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not a mapping of regular expressions to positive numbers, or is empty."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError(
@@ -94,7 +118,10 @@ def check_multipliers(name: str, value: object) -> None:
         check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")
 
 
-def check_patterns(name: str, value: Any) -> None:
+def check_patterns(
+    name: str,
+    value: Any,
+) -> None:
     """Raise if a value is not a sequence of regular expressions."""
     # Iterators are refused, because this check would exhaust them.
     several = isinstance(value, Collection) and not isinstance(
@@ -114,7 +141,10 @@ def as_argnums(value: Any) -> tuple[int | str, ...]:
     return (value,)
 
 
-def check_argnums(name: str, value: object) -> None:
+def check_argnums(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not an argument's position or name, or a collection of distinct positions and names.
 
     Negative positions are accepted: they count from the end.
@@ -128,7 +158,9 @@ def check_argnums(name: str, value: object) -> None:
 
 
 def _rules(
-    check: Callable[..., None], names: str, *arguments: Any
+    check: Callable[..., None],
+    names: str,
+    *arguments: Any,
 ) -> dict[str, Callable[[str, Any], None]]:
     def check_option(name, value):
         check(name, value, *arguments)
@@ -136,7 +168,10 @@ def _rules(
     return dict.fromkeys(names.split(), check_option)
 
 
-def check_fraction(name: str, value: float) -> int:
+def check_fraction(
+    name: str,
+    value: float,
+) -> int:
     """Return `k` for a fraction `1 / k`. Raise if a value is not such a fraction."""
     check_number(name, value, "(0, 1]")
     k = round(1 / value)
@@ -196,12 +231,14 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
         "; kfac.kfac takes 'auto', too, and None, so that kfac.observe(opt_state) refreshes",
     ),
     **_rules(check_count, "refresh_warmup", 0),
-    **_rules(check_positive_int, "max_dim num_examples num_microbatches num_steps"),
-    **_rules(check_positive_int, "batch batches devices num_devices k probes"),
     **_rules(
-        check_switch, "relative nesterov rate_in_momentum has_aux strict verbose donate"
+        check_positive_int,
+        "max_dim num_examples num_microbatches num_steps batch batches devices num_devices k probes",
     ),
-    **_rules(check_switch, "adaptive_layer_rates"),
+    **_rules(
+        check_switch,
+        "relative nesterov rate_in_momentum has_aux strict verbose donate adaptive_layer_rates",
+    ),
     **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
@@ -228,7 +265,10 @@ def check_given(**options: Any) -> None:
     check(**{name: value for name, value in options.items() if value is not None})
 
 
-def check_axis_name(value: Any, name: str = "axis_name") -> None:
+def check_axis_name(
+    value: Any,
+    name: str = "axis_name",
+) -> None:
     """Raise if a value is not an axis name, a non-empty tuple of distinct axis names, or None."""
     names = axis_names(value)
     valid = value != () and all(isinstance(axis, str) for axis in names)
@@ -239,7 +279,12 @@ def check_axis_name(value: Any, name: str = "axis_name") -> None:
         )
 
 
-def check_type(name: str, value: object, kind: Any, what: str) -> None:
+def check_type(
+    name: str,
+    value: object,
+    kind: Any,
+    what: str,
+) -> None:
     """Raise if a value does not have the type `kind`.
 
     Args:
@@ -262,7 +307,11 @@ def check_type(name: str, value: object, kind: Any, what: str) -> None:
         )
 
 
-def check_shapes(what: str, block: object, shapes: Mapping[str, Shape]) -> None:
+def check_shapes(
+    what: str,
+    block: object,
+    shapes: Mapping[str, Shape],
+) -> None:
     """Raise if a block lacks an array named in `shapes`, or if the array has another shape."""
     for name, shape in shapes.items():
         actual = getattr(getattr(block, name, None), "shape", None)
@@ -273,7 +322,10 @@ def check_shapes(what: str, block: object, shapes: Mapping[str, Shape]) -> None:
 
 
 def check_by_layer(
-    what: str, blocks: Mapping[str, object], layers: Iterable[Layer], how: str
+    what: str,
+    blocks: Mapping[str, object],
+    layers: Iterable[Layer],
+    how: str,
 ) -> None:
     """Raise if `blocks` and `layers` have different names, or if the factors in `blocks` have other shapes."""
     expected = {layer.name: layer.factor_shapes for layer in layers}

@@ -39,7 +39,6 @@ class Statistics:
         Args:
           average: averages a tree of arrays over devices. None on one device.
         """
-        del average
         return self
 
     def packed(
@@ -98,7 +97,6 @@ class Kronecker(Statistics):
     moments: Any = None
 
     def packed(self, shapes, average=None, dtype=None):
-        del average
         packed = Packed.of(self, shapes)
         if dtype is None:
             return packed
@@ -113,7 +111,8 @@ class Kronecker(Statistics):
 
     def dense(self, basis=None):
         a, g = self.A.shape, self.G.shape
-        if a[:-2] != g[:-2] or a[-2:-1] != a[-1:] or g[-2:-1] != g[-1:]:
+        square = a[-2:-1] == a[-1:] and g[-2:-1] == g[-1:]
+        if not square or a[:-2] != g[:-2]:
             raise ValueError(
                 f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}"
             )
@@ -177,7 +176,6 @@ class Unitwise(Statistics):
         return jnp.trace(jnp.mean(self.F, axis=1), axis1=1, axis2=2) / self.F.shape[-1]
 
     def dense(self, basis=None):
-        del basis
         channels, p = self.F.shape[:2]
         identity = jnp.eye(channels, dtype=self.F.dtype)
         blocks = jnp.einsum("cpq,cd->pcqd", self.F, identity)
@@ -199,7 +197,11 @@ class Packed(Uncombined):
     shapes: Shapes = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, block: Kronecker, shapes: Shapes) -> Packed:
+    def of(
+        cls,
+        block: Kronecker,
+        shapes: Shapes,
+    ) -> Packed:
         """Pack a block."""
         moments = block.moments
         if moments is not None:
@@ -222,11 +224,9 @@ class Packed(Uncombined):
 
     def combined(self, average: Average | None = None) -> Kronecker:
         """Return the unpacked block, with a copy on every device."""
-        del average
         return _unpacked_everywhere(self)
 
     def packed(self, shapes, average=None, dtype=None):
-        del shapes, average, dtype
         return self
 
     def unscaled(self, by):
@@ -314,7 +314,19 @@ class Tied(Uncombined):
         )
 
 
-def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
+def safe_ratio(
+    above: jax.typing.ArrayLike,
+    below: jax.Array,
+) -> jax.Array:
+    """Return `above / below`, and 0 where `below` is not positive."""
+    positive = below > 0
+    return jnp.where(positive, above / jnp.where(positive, below, 1), 0)
+
+
+def per_block(
+    values: jax.Array,
+    like: jax.Array,
+) -> jax.Array:
     """Reshape one number per block, `[k]`, to `[k, 1, ...]`, so that it broadcasts to `like`. Scalars work too."""
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
@@ -347,7 +359,7 @@ class Ragged(Statistics):
           average: averages the rows over devices. None on one device.
         """
         rows = self.rows if average is None else average(self.rows)
-        share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
+        share = safe_ratio(1, rows)
         return Kronecker(self.A, self.squares * per_block(share, self.squares))
 
     G = Uncombined.G

@@ -25,16 +25,21 @@ def pack(stack: jax.Array) -> jax.Array:
     d = stack.shape[-1]
     h = (d + 1) // 2
     # An odd matrix gets a zero row and a zero column.
-    stack = _pad_end(stack, 2 * h - d, 2 * h - d)
-    first, last, corner = stack[:, :h, :h], stack[:, h:, h:], stack[:, :h, h:]
+    stack = pad_end(stack, 2 * h - d, 2 * h - d)
+    first = stack[:, :h, :h]
+    last = stack[:, h:, h:]
+    corner = stack[:, :h, h:]
     row = lax.broadcasted_iota(jnp.int32, (h, h + 1), 0)
     column = lax.broadcasted_iota(jnp.int32, (h, h + 1), 1)
     shifted = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))
-    triangles = jnp.where(column > row, shifted, _pad_end(last, 1))
+    triangles = jnp.where(column > row, shifted, pad_end(last, 1))
     return jnp.concatenate([triangles, corner], axis=-1)
 
 
-def _pad_end(x: jax.Array, *counts: int) -> jax.Array:
+def pad_end(
+    x: jax.Array,
+    *counts: int,
+) -> jax.Array:
     """Append zeros at the end of the last axes, as many as `counts`."""
     if not any(counts):
         return x
@@ -48,7 +53,10 @@ def packed_size(d: int) -> int:
     return h * (2 * h + 1)
 
 
-def unpack(flat: jax.Array, d: int) -> jax.Array:
+def unpack(
+    flat: jax.Array,
+    d: int,
+) -> jax.Array:
     """Undo `pack`.
 
     Args:
@@ -60,7 +68,8 @@ def unpack(flat: jax.Array, d: int) -> jax.Array:
     """
     h = (d + 1) // 2
     packed = flat[..., : packed_size(d)].reshape(-1, h, 2 * h + 1)
-    triangles, corner = packed[..., : h + 1], packed[..., h + 1 :]
+    triangles = packed[..., : h + 1]
+    corner = packed[..., h + 1 :]
     upper = jnp.triu(triangles[..., 1:])
     lower = jnp.tril(triangles[..., :h])
     first = upper + jnp.triu(upper, 1).mT
@@ -70,7 +79,10 @@ def unpack(flat: jax.Array, d: int) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
 
 
-def room(shape: Shape, multiple: int = 1) -> tuple[int, int]:
+def room(
+    shape: Shape,
+    multiple: int = 1,
+) -> tuple[int, int]:
     """Return the lengths of the last two axes after `as_vectors`: pieces and elements.
 
     Args:
@@ -81,7 +93,10 @@ def room(shape: Shape, multiple: int = 1) -> tuple[int, int]:
     return math.prod(shape[:-2]), -(-size // multiple) * multiple
 
 
-def as_vectors(x: jax.Array, shape: Shape) -> jax.Array:
+def as_vectors(
+    x: jax.Array,
+    shape: Shape,
+) -> jax.Array:
     """Return factors `[..., *shape]` as vectors `[..., pieces, elements]`.
 
     Args:
@@ -97,10 +112,13 @@ def as_vectors(x: jax.Array, shape: Shape) -> jax.Array:
 def filled(flat: jax.Array) -> jax.Array:
     """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
     devices = max(1, jax.sharding.get_abstract_mesh().size)
-    return _pad_end(flat, -flat.shape[-1] % devices)
+    return pad_end(flat, -flat.shape[-1] % devices)
 
 
-def from_vectors(flat: jax.Array, shape: Shape) -> jax.Array:
+def from_vectors(
+    flat: jax.Array,
+    shape: Shape,
+) -> jax.Array:
     """Undo `as_vectors` and remove padding."""
     if len(shape) == 1:
         return flat[..., 0, : shape[0]]
@@ -113,7 +131,10 @@ def flatten(tree: PyTree) -> jax.Array:
     return jnp.concatenate(flat, axis=1)
 
 
-def unflatten(flat: jax.Array, like: PyTree) -> PyTree:
+def unflatten(
+    flat: jax.Array,
+    like: PyTree,
+) -> PyTree:
     """Undo `flatten`.
 
     Args:
@@ -128,16 +149,22 @@ def unflatten(flat: jax.Array, like: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, restored)
 
 
-def cut(x: jax.Array, lengths: Iterable[int]) -> list[jax.Array]:
+def cut(
+    x: jax.Array,
+    lengths: Iterable[int],
+) -> list[jax.Array]:
     """Split an array along its last axis into parts of these lengths."""
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
-def in_blocks(rows: jax.Array, count: int) -> jax.Array:
+def in_blocks(
+    rows: jax.Array,
+    count: int,
+) -> jax.Array:
     """Split rows `[..., n, d]` into `count` blocks of neighbouring features: `[..., count, n, features]`.
 
     The last block is padded with zeros.
     """
     features = -(-rows.shape[-1] // count)
-    rows = _pad_end(rows, count * features - rows.shape[-1])
+    rows = pad_end(rows, count * features - rows.shape[-1])
     return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)

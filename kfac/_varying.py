@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-AxisName = str | tuple[str, ...]
+Axes = tuple[str, ...]
+AxisName = str | Axes
 PyTree: TypeAlias = Any  # any tree of arrays
 
 
-def axis_names(axis: AxisName | None) -> tuple[str, ...]:
+def axis_names(axis: AxisName | None) -> Axes:
     """Return the axis names as a tuple, which is empty for None."""
     if axis is None:
         return ()
@@ -43,12 +44,12 @@ def varying_axes(tree: PyTree) -> frozenset[str]:
     return axes
 
 
-def device_axes() -> tuple[str, ...]:
+def device_axes() -> Axes:
     """Return the manual axes: the mesh axes that an enclosing `shard_map` or `pmap` has bound."""
     return _axes_of(AxisType.Manual)
 
 
-def _axes_of(kind: AxisType) -> tuple[str, ...]:
+def _axes_of(kind: AxisType) -> Axes:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind_of_axis in kinds if kind_of_axis == kind)
@@ -98,7 +99,10 @@ def on_mesh(fn: Callable) -> Callable:
     return within
 
 
-def placed(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
+def placed(
+    tree: PyTree,
+    mesh: Mesh | AbstractMesh | None,
+) -> PyTree:
     """Replicate arrays that are not on `mesh` over its devices. Tracers are unchanged."""
     if not isinstance(mesh, Mesh):
         return tree
@@ -112,7 +116,10 @@ def placed(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
     return jax.tree.map(copied, tree)
 
 
-def as_varying(tree: PyTree, axes: frozenset[str]) -> PyTree:
+def as_varying(
+    tree: PyTree,
+    axes: frozenset[str],
+) -> PyTree:
     """Mark every leaf of `tree` as varying over `axes`.
 
     Autodiff sums the gradient with respect to a replicated value over devices. The gradient with respect to a varying
@@ -126,7 +133,10 @@ def as_varying(tree: PyTree, axes: frozenset[str]) -> PyTree:
     return jax.tree.map(mark, tree)
 
 
-def zeros_of(fn: Callable, *args: PyTree) -> PyTree:
+def zeros_of(
+    fn: Callable,
+    *args: PyTree,
+) -> PyTree:
     """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
 
     def zeros(aval):
@@ -136,7 +146,10 @@ def zeros_of(fn: Callable, *args: PyTree) -> PyTree:
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
-def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+def device_key(
+    key: jax.Array,
+    axes: frozenset[str],
+) -> jax.Array:
     """Return a PRNG key for this device by folding its index on the mesh axes `axes` into `key`.
 
     Under `pmap`, and under `shard_map` without its check, varying axes are unknown. Then all bound axes are used.
@@ -157,7 +170,7 @@ def axis_size(axis_name: AxisName) -> int | None:
         return None
 
 
-def dividing_axes(length: int) -> tuple[str, ...]:
+def dividing_axes(length: int) -> Axes:
     """Return the non-manual mesh axes whose devices can share `length` examples equally."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1
@@ -171,7 +184,9 @@ def dividing_axes(length: int) -> tuple[str, ...]:
 
 
 def sum_of_parts(
-    of: Callable[..., jax.Array], limit: int, *arrays: jax.Array
+    of: Callable[..., jax.Array],
+    limit: int,
+    *arrays: jax.Array,
 ) -> jax.Array:
     """Split the examples into equal parts, apply a function to one part at a time, and return the sum of its results.
 
@@ -205,7 +220,9 @@ def sum_of_parts(
 
 
 def _sum_of_parts(
-    of: Callable[..., jax.Array], limit: int, *arrays: jax.Array
+    of: Callable[..., jax.Array],
+    limit: int,
+    *arrays: jax.Array,
 ) -> jax.Array:
     """Implement `sum_of_parts` for one device's share of the examples."""
     n = arrays[0].shape[0]
@@ -226,7 +243,7 @@ def _sum_of_parts(
     return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
 
 
-def explicit_axes() -> tuple[str, ...]:
+def explicit_axes() -> Axes:
     """Return the explicit mesh axes. An array's type tells its sharding over these axes."""
     return _axes_of(AxisType.Explicit)
 
@@ -241,7 +258,10 @@ def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def whole(fn: Callable, like: PyTree = None) -> Callable:
+def whole(
+    fn: Callable,
+    like: PyTree = None,
+) -> Callable:
     """Wrap `fn` so that it treats the explicit mesh axes as automatic.
 
     Sums over sharded axes then need no explicit output sharding.
@@ -276,7 +296,10 @@ def replicated(tree: PyTree) -> PyTree:
     return jax.tree.map(copied, tree)
 
 
-def lying_as(tree: PyTree, like: PyTree) -> PyTree:
+def lying_as(
+    tree: PyTree,
+    like: PyTree,
+) -> PyTree:
     """Reshard arrays over explicit mesh axes like the arrays in `like`."""
 
     def resharded(x, like):
@@ -290,7 +313,9 @@ def lying_as(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def split_along(
-    axes: AxisName | None, shape: tuple[int, ...], position: int
+    axes: AxisName | None,
+    shape: Sequence[int],
+    position: int,
 ) -> NamedSharding | None:
     """Return a sharding that splits one array axis over mesh axes.
 

@@ -27,6 +27,7 @@ from kfac._layers import (
     Layers,
     leaf_alone,
 )
+from kfac._packing import Shape
 from kfac._varying import PyTree
 
 Lying = Callable[[Layer, jax.Array], jax.Array]
@@ -83,7 +84,7 @@ class Group:
         return self.block.sizes(self.layers[0])[1]
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of one block's statistics by name. A Kronecker factor is `[d, d]`, or `[d]` if it is diagonal."""
         return self.block.shapes(self.layers[0])
 
@@ -111,14 +112,17 @@ class Group:
         """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
         return self.block.inverse(choice)
 
-    def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
+    def moments(self, inverse: Inverse) -> Shape | None:
         """Return the shape of one block's moments, or None if `inverse` takes no moments or no member has any."""
         if self.correctable and self.inverse_of(inverse).takes_moments:
             return self.d_out, self.d_in
         return None
 
     def zeros(
-        self, size: int, dtype: DTypeLike, moments: tuple[int, ...] | None = None
+        self,
+        size: int,
+        dtype: DTypeLike,
+        moments: Shape | None = None,
     ) -> Block:
         """Return zero statistics for `size` blocks. `moments` is the shape of one block's moments, None without any."""
         shapes = self.shapes
@@ -130,7 +134,9 @@ class Group:
         return self.block.statistics(**zeros)
 
     def stack_factors(
-        self, factors: Factors, moments: tuple[int, ...] | None = None
+        self,
+        factors: Factors,
+        moments: Shape | None = None,
     ) -> Block:
         """Stack the members' statistics to `[k, ...]`. Members without moments get zeros with the shape `moments`."""
         blocks = []
@@ -142,7 +148,11 @@ class Group:
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
-    def scaled(self, factors: Block, back: bool = False) -> Block:
+    def scaled(
+        self,
+        factors: Block,
+        back: bool = False,
+    ) -> Block:
         """Convert averaged results of `BlockKind.of_gradients` to block statistics, or with `back` the reverse.
 
         Captured statistics are returned unchanged.
@@ -204,7 +214,9 @@ class Group:
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
     def split_matrices(
-        self, matrices: jax.Array, starts: Mapping[int, jax.Array]
+        self,
+        matrices: jax.Array,
+        starts: Mapping[int, jax.Array],
     ) -> dict[str, jax.Array]:
         """Split a stack into leaves by path: the inverse of `stack_matrices`.
 
@@ -249,7 +261,9 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 
 
 def check_factors(
-    factors: object, layers: Layers, inverse: Inverse | None = None
+    factors: object,
+    layers: Layers,
+    inverse: Inverse | None = None,
 ) -> None:
     """Check that `factors` belong to `layers`, and with an `inverse` also the gradients and moments that it needs.
 
@@ -267,7 +281,7 @@ def check_factors(
     check_by_layer("factors", factors, layers.with_factors, how)
     if inverse is None:
         return
-    expected: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, Shape] = {}
     for layer in layers.with_gradient_factors:
         expected.update(zip(layer.params, layer.shapes, strict=True))
     shapes = {path: x.shape for path, x in factors.gradients.items()}

@@ -60,7 +60,7 @@ class Cholesky(Inverse):
 
     def apply(self, kept, matrices, damping):
         """Return `G^-1 V A^-1`."""
-        del damping  # the inverses contain the damping of their refresh
+        # The inverses contain the damping of their refresh.
         dtype = kept.A.dtype
         wide = matrices.dtype
         # Compute the transpose, because most kernels and their gradients have the output axis last in memory.
@@ -79,7 +79,8 @@ class Cholesky(Inverse):
 
 
 def split_damping(
-    factors: Kronecker, damping: jax.Array
+    factors: Kronecker,
+    damping: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factored Tikhonov damping for `A` and for `G`, each `[k]`, from `damping` `[k]`.
 
@@ -95,7 +96,10 @@ def split_damping(
     return pi * root, root / pi
 
 
-def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
+def add_diagonal(
+    stack: jax.Array,
+    amount: jax.Array,
+) -> jax.Array:
     """Return `stack[k] + amount[k] I`."""
     k, d = stack.shape[:2]
     diagonal = jnp.broadcast_to(amount[:, None], (k, d))
@@ -108,7 +112,9 @@ def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
 
 
 def invert_damped(
-    stack: jax.Array, amount: jax.Array, dtype: DTypeLike
+    stack: jax.Array,
+    amount: jax.Array,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the inverses of `stack[k] + amount[k] I` in `dtype`, and the condition numbers in the 1-norm.
 
@@ -157,7 +163,10 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
     return _gram(factorise(stack))
 
 
-def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+def exact_product(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Multiply stacks of matrices without reduced precision.
 
     On CUDA, a float32 product is computed as six products between bfloat16 parts. The parts hold all 24 bits of a
@@ -172,7 +181,10 @@ def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.platform_dependent(a, b, cuda=cuda, default=exact)
 
 
-def _sixfold(a: jax.Array, b: jax.Array) -> jax.Array:
+def _sixfold(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     rows, columns = a.shape[-2], b.shape[-1]
     product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
     return product[..., :rows, :columns]
@@ -194,7 +206,10 @@ def factorise(stack: jax.Array) -> Factorisation:
     return Halves(first, corner, below, last)
 
 
-def solve(b: jax.Array, factor: Factorisation) -> jax.Array:
+def solve(
+    b: jax.Array,
+    factor: Factorisation,
+) -> jax.Array:
     """Return `B L^-T`. Of the inverse, only the diagonal blocks are used."""
     if not isinstance(factor, Halves):
         return exact_product(b, factor.mT)
@@ -204,7 +219,10 @@ def solve(b: jax.Array, factor: Factorisation) -> jax.Array:
     return jnp.concatenate([left, solve(rest, factor.last)], axis=2)
 
 
-def _from_left(factor: Factorisation, b: jax.Array) -> jax.Array:
+def _from_left(
+    factor: Factorisation,
+    b: jax.Array,
+) -> jax.Array:
     """Return `W B`."""
     if not isinstance(factor, Halves):
         return exact_product(factor, b)
@@ -214,7 +232,10 @@ def _from_left(factor: Factorisation, b: jax.Array) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=1)
 
 
-def _from_right(b: jax.Array, factor: Factorisation) -> jax.Array:
+def _from_right(
+    b: jax.Array,
+    factor: Factorisation,
+) -> jax.Array:
     """Return `B W`."""
     if not isinstance(factor, Halves):
         return exact_product(b, factor)

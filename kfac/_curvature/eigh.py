@@ -53,7 +53,7 @@ class Eigh(Inverse):
 
     def refresh(self, kept, factors, damping):
         """Decompose both factors."""
-        del kept  # the new decompositions do not depend on the old state
+        # The new decompositions do not depend on the old state.
         new = decompose_factors(factors, self.kept_dtype(factors.A.dtype))
         a = eigenvalue_range(eigenvalues(new.A))
         g = eigenvalue_range(eigenvalues(new.G))
@@ -75,7 +75,10 @@ class Eigh(Inverse):
         return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 
 
-def unturned(stack: jax.Array, dtype: DTypeLike) -> Eigen | jax.Array:
+def unturned(
+    stack: jax.Array,
+    dtype: DTypeLike,
+) -> Eigen | jax.Array:
     """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`.
 
     For diagonals `[k, d]`, return the eigenvalues only, which are ones.
@@ -86,12 +89,18 @@ def unturned(stack: jax.Array, dtype: DTypeLike) -> Eigen | jax.Array:
     return Eigen(identities(stack.shape, dtype), values)
 
 
-def decompose_factors(factors: Kronecker, dtype: DTypeLike) -> Kronecker:
+def decompose_factors(
+    factors: Kronecker,
+    dtype: DTypeLike,
+) -> Kronecker:
     """Apply `decompose` to both factors."""
     return Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
 
 
-def decompose(stack: jax.Array, dtype: DTypeLike) -> Eigen | jax.Array:
+def decompose(
+    stack: jax.Array,
+    dtype: DTypeLike,
+) -> Eigen | jax.Array:
     """Return eigenvectors in `dtype` and eigenvalues of symmetric matrices `[k, d, d]`.
 
     For diagonals `[k, d]`, return the eigenvalues only. Negative eigenvalues become 0, because rounding can make the
@@ -134,7 +143,9 @@ def eigenvalue_range(values: jax.Array) -> EigenvalueRange:
 
 
 def condition_of(
-    a: EigenvalueRange, g: EigenvalueRange, damping: jax.Array
+    a: EigenvalueRange,
+    g: EigenvalueRange,
+    damping: jax.Array,
 ) -> jax.Array:
     """Return the condition numbers `[k]` of blocks `A (x) G` with `damping` `[k]`."""
     # If a schedule returns zero or NaN for the damping, the condition number must still not mark the decompositions as
@@ -148,7 +159,11 @@ def condition_of(
 
 
 def rotate(
-    matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool
+    matrices: jax.Array,
+    inverse: Kronecker,
+    precision: str,
+    *,
+    back: bool,
 ) -> jax.Array:
     """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
 

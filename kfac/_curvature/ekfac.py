@@ -21,11 +21,11 @@ from kfac._curvature.eigh import (
 from kfac._curvature.inverse import averaged, product
 from kfac._factors import Eigen, Kronecker
 
-# A function that maps the old and the new eigenvectors, and a dtype, to the transformation between them.
-Turn = Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
 
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Multiply stacks on tensor cores. The error of 1e-5 is far smaller than the moments' own error."""
     return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
@@ -131,7 +131,10 @@ class Ekfac(Eigh):
 
 
 def between_bases(
-    matrices: jax.Array, old: Kronecker, new: Kronecker, of: Turn
+    matrices: jax.Array,
+    old: Kronecker,
+    new: Kronecker,
+    of: Callable[..., jax.Array],
 ) -> jax.Array:
     """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
     dtype = matrices.dtype
@@ -142,12 +145,20 @@ def between_bases(
     return matrices
 
 
-def turn(old: jax.Array, new: jax.Array, dtype: DTypeLike) -> jax.Array:
+def turn(
+    old: jax.Array,
+    new: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
     return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
-def squared_turn(old: jax.Array, new: jax.Array, dtype: DTypeLike) -> jax.Array:
+def squared_turn(
+    old: jax.Array,
+    new: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return the elementwise squares of `Q_new^T Q_old` in `dtype`, which transform moments `s` `[k, d_out, d_in]`.
 
     Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is

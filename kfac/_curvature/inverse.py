@@ -14,9 +14,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check, check_type
-from kfac._factors import per_block
+from kfac._factors import per_block, safe_ratio
 from kfac._layers import Layer
-from kfac._packing import Shape
+from kfac._packing import Shape, pad_end
 from kfac._varying import PyTree
 
 
@@ -26,7 +26,11 @@ class Momentum(NamedTuple):
     decay: jax.Array
     nesterov: bool
 
-    def moved(self, trace: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def moved(
+        self,
+        trace: jax.Array,
+        new: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the new trace and the step direction."""
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
@@ -114,7 +118,10 @@ class Inverse(abc.ABC):
 
     @abc.abstractmethod
     def refresh(
-        self, kept: Any, factors: Any, damping: jax.Array
+        self,
+        kept: Any,
+        factors: Any,
+        damping: jax.Array,
     ) -> tuple[Any, jax.Array]:
         """Compute the state from the factors.
 
@@ -130,7 +137,12 @@ class Inverse(abc.ABC):
         """
 
     @abc.abstractmethod
-    def apply(self, kept: Any, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+    def apply(
+        self,
+        kept: Any,
+        matrices: jax.Array,
+        damping: jax.Array,
+    ) -> jax.Array:
         """Precondition gradients.
 
         Args:
@@ -145,7 +157,10 @@ class Inverse(abc.ABC):
         """
 
     def spectrum(
-        self, kept: Any, factors: Any, damping: jax.Array
+        self,
+        kept: Any,
+        factors: Any,
+        damping: jax.Array,
     ) -> tuple[Any, jax.Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
@@ -162,14 +177,17 @@ class Inverse(abc.ABC):
         Raises:
           ValueError: the inverse has no eigenvectors, which is the default.
         """
-        del kept, factors, damping
         raise ValueError(
             f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
             "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
     def absorb(
-        self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array
+        self,
+        kept: Any,
+        moments: jax.Array,
+        decay: jax.Array,
+        taken: jax.Array,
     ) -> Any:
         """Update the state with moments, if the inverse `takes_moments`.
 
@@ -182,7 +200,6 @@ class Inverse(abc.ABC):
         Returns:
           The new state.
         """
-        del moments, decay, taken
         return kept
 
     def advance(
@@ -212,10 +229,13 @@ class Inverse(abc.ABC):
 
     def basis(self, kept: Any) -> Any:
         """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
-        del kept
         return None
 
-    def check(self, layer: Layer, block: Any) -> None:
+    def check(
+        self,
+        layer: Layer,
+        block: Any,
+    ) -> None:
         """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
         if getattr(block, "moments", None) is not None:
             what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
@@ -233,7 +253,11 @@ def check_inverse(value: object) -> None:
     check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
-def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
+def damping_of_blocks(
+    inverse: Inverse,
+    factors: Any,
+    damping: jax.Array,
+) -> jax.Array:
     """Return each block's absolute damping, `[k]`.
 
     Args:
@@ -248,7 +272,10 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     return damping * jnp.where(mean > 0, mean, 1)
 
 
-def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
+def sums(
+    stacks: Sequence[jax.Array],
+    first: int = 1,
+) -> Sequence[jax.Array]:
     """Sum stacks of equal shape over all axes from `first` on.
 
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
@@ -261,11 +288,14 @@ def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
     return lax.reduce(stacks, zeros, add, tuple(range(first, stacks[0].ndim)))
 
 
-def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+def cosine(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
-    return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
+    return safe_ratio(ab, norms)
 
 
 def count_bytes(tree: PyTree) -> int:
@@ -273,7 +303,10 @@ def count_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
+def finite(
+    stack: jax.Array,
+    dims: int = 1,
+) -> jax.Array:
     """Return for each entry along the first `dims` dimensions of `stack` whether all its numbers are finite.
 
     The test looks at their sum: NaN stays NaN, and infinities stay infinite or become NaN. Finite numbers whose sum
@@ -317,19 +350,23 @@ def product(
     return lax.platform_dependent(*operands, cuda=thrice, default=high)
 
 
-def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
+def aligned(
+    stack: jax.Array,
+    multiple: int = 8,
+) -> jax.Array:
     """Pad the last two axes with zeros to a multiple, for products on tensor cores.
 
     Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
     took up to four times as long as products at the next even size. Axes shorter than 64 are not padded.
     """
-    widths = [(0, 0)] * (stack.ndim - 2)
-    for length in stack.shape[-2:]:
-        widths.append((0, -length % multiple if length >= 64 else 0))
-    return jnp.pad(stack, widths)
+    missing = [-n % multiple if n >= 64 else 0 for n in stack.shape[-2:]]
+    return pad_end(stack, *missing)
 
 
-def identities(shape: Shape, dtype: DTypeLike) -> jax.Array:
+def identities(
+    shape: Shape,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)

@@ -110,14 +110,22 @@ class KroneckerKind(BlockKind):
         return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
 
 
-def _with_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+def _with_pieces(
+    layer: Layer,
+    side: str,
+    x: jax.Array,
+) -> jax.Array:
     """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
     if layer.cut["AG".index(side)] == 1:
         return x[:, None]
     return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
 
 
-def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+def _without_pieces(
+    layer: Layer,
+    side: str,
+    x: jax.Array,
+) -> jax.Array:
     """Undo `_with_pieces` for a side that is not packed."""
     shape = layer.side_shapes[side]
     if side in layer.diagonal:
@@ -125,7 +133,11 @@ def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
     return x.reshape(len(x), *shape)
 
 
-def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:
+def _pieces_of_diagonal(
+    layer: Layer,
+    side: str,
+    diagonal: jax.Array,
+) -> jax.Array:
     """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
     (size,) = layer.side_shapes[side]
     count = layer.cut["AG".index(side)]

@@ -69,7 +69,9 @@ def refresh(
 
 
 def once_if(
-    needed: jax.Array, change: Callable[[PyTree], PyTree], stacks: PyTree
+    needed: jax.Array,
+    change: Callable[[PyTree], PyTree],
+    stacks: PyTree,
 ) -> PyTree:
     """Return `change(stacks)` if `needed`, otherwise `stacks`, and change the stacks in place.
 
@@ -85,7 +87,11 @@ def once_if(
     return lax.while_loop(lambda now: now[0], once, (needed, stacks))[1]
 
 
-def in_portions(fn: Callable[..., PyTree], width: int, *arguments: PyTree) -> PyTree:
+def in_portions(
+    fn: Callable[..., PyTree],
+    width: int,
+    *arguments: PyTree,
+) -> PyTree:
     """Call `fn(width, *arguments)`, which processes `width` matrices at once, or on CPUs `fn(1, *arguments)`.
 
     On CPUs, JAX's LAPACK calls hand the matrices in a batch to XLA's threads, and wait for them on such a thread. With
@@ -98,7 +104,10 @@ def in_portions(fn: Callable[..., PyTree], width: int, *arguments: PyTree) -> Py
     return lax.platform_dependent(*arguments, cpu=alone, default=together)
 
 
-def one_by_one(fn: Callable[..., PyTree], *stacks: PyTree) -> PyTree:
+def one_by_one(
+    fn: Callable[..., PyTree],
+    *stacks: PyTree,
+) -> PyTree:
     """Apply `fn` to each member of `stacks`, on CPUs one after another, and stack the results."""
 
     def portion(width, *stacks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,12 @@ class Soap(Inverse):
     precision: str = "tensorfloat32"
     decay: float = 0.95
 
-    damped: ClassVar[bool] = False
-    takes_gradients: ClassVar[bool] = True
-    relative_damping: ClassVar[float] = 1e-4
-    products: ClassVar[int] = 2
+    damped = False
+    takes_gradients = True
+    relative_damping = 1e-4
+    products = 2
     # A product and a QR factorisation (Golub & Van Loan 2013, section 5.2).
-    flops: ClassVar[float] = 14 / 3
+    flops = 14 / 3
 
     def __post_init__(self):
         """Check the arguments."""
@@ -168,7 +168,10 @@ class IterationStep(NamedTuple):
     order: jax.Array | None
 
 
-def orthogonal_iteration(old: Eigen | None, stack: jax.Array) -> IterationStep:
+def orthogonal_iteration(
+    old: Eigen | None,
+    stack: jax.Array,
+) -> IterationStep:
     """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
         return IterationStep(None, eigenvalue_range(stack), None)

@@ -47,7 +47,7 @@ class ChannelInverse(Inverse):
 
     def apply(self, kept, matrices, damping):
         """Multiply each channel by its inverse, in float32 or better."""
-        del damping  # the inverses contain the damping at their refresh
+        # The inverses contain the damping at their refresh.
         return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
@@ -65,12 +65,18 @@ class Inverted(NamedTuple):
     definite: jax.Array
 
 
-def _inverse_1x1(f: jax.Array, damping: jax.Array) -> Inverted:
+def _inverse_1x1(
+    f: jax.Array,
+    damping: jax.Array,
+) -> Inverted:
     value = f[..., 0, 0] + damping
     return Inverted((1 / value)[..., None, None], value / value, value > 0)
 
 
-def _inverse_2x2(f: jax.Array, damping: jax.Array) -> Inverted:
+def _inverse_2x2(
+    f: jax.Array,
+    damping: jax.Array,
+) -> Inverted:
     """Invert damped 2x2 blocks.
 
     If the block is a second moment, the determinant is a sum of non-negative terms, so it cannot cancel to zero.
@@ -104,9 +110,7 @@ def _inverse_2x2(f: jax.Array, damping: jax.Array) -> Inverted:
 class Channels(Unitwise):
     """The state of `ChannelInverse`: the inverses, and the `ChannelInverse` that computed them."""
 
-    inverse: ChannelInverse = dataclasses.field(
-        default=ChannelInverse(), metadata={"static": True}
-    )
+    inverse: ChannelInverse = dataclasses.field(metadata={"static": True})
 
 
 class UnitwiseKind(BlockKind):
@@ -120,7 +124,6 @@ class UnitwiseKind(BlockKind):
 
     def of_gradients(self, shapes, gradients):
         """Return the squared gradients as 1 x 1 blocks."""
-        del shapes
         return Unitwise(jnp.square(gradients.mT)[..., None])
 
     def inverse(self, inverse):

@@ -13,10 +13,9 @@ from jax import lax
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._packing import cut
-from kfac._varying import as_varying, varying_axes
+from kfac._varying import Axes, as_varying, varying_axes
 
-Axes = tuple[str, ...]
-Stacks = Mapping[str, jax.Array]
+Stacks = dict[str, jax.Array]
 Shards = Mapping[str, Shard]
 
 
@@ -25,8 +24,9 @@ REST = ""
 
 
 def _fused(
-    message: Callable[[jax.Array], jax.Array], arrays: Stacks
-) -> dict[str, jax.Array]:
+    message: Callable[[jax.Array], jax.Array],
+    arrays: Stacks,
+) -> Stacks:
     """Apply the collective `message` to all arrays at once, concatenated along their last axis."""
     if not arrays:
         return {}
@@ -36,8 +36,12 @@ def _fused(
 
 
 def means_to_owners(
-    stacks: Stacks, shards: Shards, owners: Axes, buckets: int, replicas: Axes
-) -> dict[str, jax.Array]:
+    stacks: Stacks,
+    shards: Shards,
+    owners: Axes,
+    buckets: int,
+    replicas: Axes,
+) -> Stacks:
     """Average stacks of blocks over devices, and give each owner the means of its blocks.
 
     Each bucket takes a reduce-scatter. If the segments' lengths differ, the bucket also takes an all-to-all. With
@@ -56,7 +60,7 @@ def means_to_owners(
     """
     flat = _flatten_blocks(stacks)
     sizes = {name: x.size for name, x in flat.items() if name in shards}
-    sums: dict[str, jax.Array] = {}
+    sums: Stacks = {}
     for names in make_buckets(sizes, buckets):
         owned = _sums_to_owners({name: flat[name] for name in names}, shards, owners)
         if replicas:
@@ -73,17 +77,24 @@ def means_to_owners(
     return means
 
 
-def _flatten_blocks(stacks: Stacks) -> dict[str, jax.Array]:
+def _flatten_blocks(stacks: Stacks) -> Stacks:
     """Return stacks `[blocks, ...]` as `[blocks, elements]`."""
     return {name: x.reshape(len(x), -1) for name, x in stacks.items()}
 
 
-def _segments_of(flat: Stacks, shards: Shards) -> Segments:
+def _segments_of(
+    flat: Stacks,
+    shards: Shards,
+) -> Segments:
     """Return the layout of the remainders of groups `[blocks, elements]`."""
     return make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
 
 
-def _sums_to_owners(flat: Stacks, shards: Shards, owners: Axes) -> dict[str, jax.Array]:
+def _sums_to_owners(
+    flat: Stacks,
+    shards: Shards,
+    owners: Axes,
+) -> Stacks:
     """Sum blocks over devices, and return this device's blocks.
 
     Args:
@@ -118,8 +129,10 @@ def _sums_to_owners(flat: Stacks, shards: Shards, owners: Axes) -> dict[str, jax
 
 
 def gather_from_owners(
-    owned: Stacks, shards: Shards, owners: Axes
-) -> dict[str, jax.Array]:
+    owned: Stacks,
+    shards: Shards,
+    owners: Axes,
+) -> Stacks:
     """Gather each device's `[positions, ...]` to all blocks `[blocks, ...]` on all devices.
 
     This takes one all-gather. If the segments' lengths differ, an all-to-all before it distributes the pieces of longer
@@ -158,7 +171,11 @@ def gather_from_owners(
     return result
 
 
-def of_this_device(table: Mapping[int, int], otherwise: int, owners: Axes) -> jax.Array:
+def of_this_device(
+    table: Mapping[int, int],
+    otherwise: int,
+    owners: Axes,
+) -> jax.Array:
     """Return this device's entry in a table that is keyed by device.
 
     Args:
@@ -172,7 +189,10 @@ def of_this_device(table: Mapping[int, int], otherwise: int, owners: Axes) -> ja
     return jnp.min(jnp.where(is_entry, values, np.int32(otherwise)))
 
 
-def _in_segments(remainders: Stacks, segments: Segments) -> jax.Array:
+def _in_segments(
+    remainders: Stacks,
+    segments: Segments,
+) -> jax.Array:
     """Lay out the remainders' blocks for the reduce-scatter.
 
     Args:
@@ -199,7 +219,10 @@ def _in_segments(remainders: Stacks, segments: Segments) -> jax.Array:
     return jnp.concatenate([jnp.stack([x[:direct] for x in whole]), rest], axis=1)
 
 
-def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
+def _segments_in(
+    rows: jax.Array,
+    segments: Segments,
+) -> dict[int, jax.Array]:
     """Undo `_in_segments`: return each device's segment, given the rows `[devices, width]`."""
     direct = segments.direct
     lengths = [segments.devices * piece for piece in segments.pieces.values()]
@@ -211,7 +234,11 @@ def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
     return whole
 
 
-def _whole_segment(owned: jax.Array, segments: Segments, owners: Axes) -> jax.Array:
+def _whole_segment(
+    owned: jax.Array,
+    segments: Segments,
+    owners: Axes,
+) -> jax.Array:
     """Return this device's segment.
 
     Args:
@@ -229,7 +256,11 @@ def _whole_segment(owned: jax.Array, segments: Segments, owners: Axes) -> jax.Ar
     return jnp.concatenate([direct, received.reshape(devices, width).T.reshape(-1)])
 
 
-def _own_segment(flat: Stacks, segments: Segments, owners: Axes) -> jax.Array:
+def _own_segment(
+    flat: Stacks,
+    segments: Segments,
+    owners: Axes,
+) -> jax.Array:
     """Return this device's segment, given its blocks `[positions, elements]`."""
     # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
     longest = max(x.shape[1] for x in flat.values())
@@ -242,7 +273,11 @@ def _own_segment(flat: Stacks, segments: Segments, owners: Axes) -> jax.Array:
     return segment[: segments.room]
 
 
-def _dealt_segment(segment: jax.Array, segments: Segments, owners: Axes) -> jax.Array:
+def _dealt_segment(
+    segment: jax.Array,
+    segments: Segments,
+    owners: Axes,
+) -> jax.Array:
     """Undo `_whole_segment`."""
     devices = segments.devices
     if not segments.exchanged:
@@ -255,7 +290,9 @@ def _dealt_segment(segment: jax.Array, segments: Segments, owners: Axes) -> jax.
 
 
 def _laid_out(
-    vectors: Sequence[jax.Array], begins: Sequence[int], end: int
+    vectors: Sequence[jax.Array],
+    begins: Sequence[int],
+    end: int,
 ) -> jax.Array:
     """Place vectors at the increasing positions `begins` in a zero vector of length `end`."""
     zero = jnp.zeros((), jnp.result_type(*vectors))

@@ -76,7 +76,11 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    def way(self, tree: Any, dealt: bool) -> tuple[Way, Mesh | AbstractMesh | None]:
+    def way(
+        self,
+        tree: Any,
+        dealt: bool,
+    ) -> tuple[Way, Mesh | AbstractMesh | None]:
         """Determine how blocks lie on devices in the present context.
 
         Args:

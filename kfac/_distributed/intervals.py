@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
+from kfac._packing import Shape
 
 COST = 0.1  # the default of `kfac.kfac(cost=)`
 # The time of a refresh's FLOP, relative to a gradient's FLOP. Measured on CPUs, and on an H200 with a GPT of 124
@@ -20,7 +21,10 @@ LONGEST = 16  # the upper bound of `affordable`, because longer intervals have n
 
 
 def affordable(
-    layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int
+    layers: Layers,
+    inverse: Inverse,
+    cost: float | jax.Array,
+    share: int,
 ) -> int | jax.Array:
     """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
 
@@ -47,7 +51,10 @@ def affordable(
 
 
 def prices_of_layers(
-    layers: Layers, inverse: Inverse, every: int, share: int
+    layers: Layers,
+    inverse: Inverse,
+    every: int,
+    share: int,
 ) -> dict[str, float]:
     """Return the cost of each layer's curvature in a mean step, as a fraction of the whole gradient's work.
 
@@ -82,7 +89,11 @@ def work_of_gradients(layers: Layers) -> float:
     return 3 * (layers.num_examples or 0) * forward
 
 
-def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, float]:
+def work_of_layers(
+    layers: Layers,
+    inverse: Inverse,
+    share: int,
+) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
     Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
@@ -100,7 +111,7 @@ def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, fl
     return work
 
 
-def applied(shapes: Mapping[str, tuple[int, ...]]) -> float:
+def applied(shapes: Mapping[str, Shape]) -> float:
     """Return the FLOPs to multiply a block's gradient by a factor on each side.
 
     Args:

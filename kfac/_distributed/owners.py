@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kfac._curvature.blocks import Group
+from kfac._packing import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,11 @@ class Cost(NamedTuple):
     elements: int
 
 
-def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) -> Cost:
+def block_cost(
+    name: str,
+    blocks: int,
+    shapes: Mapping[str, Shape],
+) -> Cost:
     """Return the cost of a Kronecker group.
 
     Args:
@@ -116,7 +121,10 @@ def group_costs(groups: Sequence[Group]) -> list[Cost]:
     return [block_cost(group.name, group.size, group.shapes) for group in owned]
 
 
-def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
+def make_shards(
+    costs: Iterable[Cost],
+    devices: int,
+) -> dict[str, Shard]:
     """Deal every group's blocks to devices, and return the shards by group name."""
     shards = {}
     load = np.zeros(devices, int)

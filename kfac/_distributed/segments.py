@@ -69,7 +69,8 @@ class Segments:
 
 
 def lay_end_to_end(
-    shards: Mapping[str, Shard], sizes: Mapping[str, int]
+    shards: Mapping[str, Shard],
+    sizes: Mapping[str, int],
 ) -> tuple[dict[str, dict[int, int]], dict[int, int]]:
     """Lay the remainders' blocks end to end on their owners.
 
@@ -91,7 +92,10 @@ def lay_end_to_end(
     return starts, dict(sorted(lengths.items()))
 
 
-def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segments:
+def make_segments(
+    shards: Mapping[str, Shard],
+    sizes: Mapping[str, int],
+) -> Segments:
     """Return the layout of some groups' remainders.
 
     Args:
@@ -109,7 +113,10 @@ def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segm
     return Segments(devices, starts, lengths, direct)
 
 
-def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+def make_buckets(
+    sizes: Mapping[str, int],
+    number: int,
+) -> list[list[str]]:
     """Divide the groups into buckets of about equal size, in the order in which a backward pass finishes them.
 
     Args:

@@ -21,7 +21,7 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Statistics
 from kfac._packing import flatten, unflatten
-from kfac._varying import PyTree, as_varying, axis_size, varying_axes
+from kfac._varying import Axes, PyTree, as_varying, axis_size, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Way:
       owners: the axes, among `axes`, over which blocks are dealt.
     """
 
-    axes: tuple[str, ...] = ()
-    owners: tuple[str, ...] = ()
+    axes: Axes = ()
+    owners: Axes = ()
 
     @property
     def alone(self) -> bool:
@@ -65,7 +65,11 @@ class Way:
             return jnp.ones(shard.positions, bool)
         return self._row(shard.held)
 
-    def take(self, stacks: Mapping[str, PyTree], shards: Shards) -> dict[str, PyTree]:
+    def take(
+        self,
+        stacks: Mapping[str, PyTree],
+        shards: Shards,
+    ) -> dict[str, PyTree]:
         """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
 
         A device without a block at the last position gets a copy of block 0 as a placeholder. A group without a shard
@@ -89,26 +93,35 @@ class Way:
         """Return this device's row of a table `[devices, ...]`."""
         return jnp.asarray(table)[lax.axis_index(self.owners)]
 
-    def gather(self, own: Stacks, shards: Shards) -> dict[str, jax.Array]:
+    def gather(
+        self,
+        own: Stacks,
+        shards: Shards,
+    ) -> Stacks:
         """Undo `take`: gather all blocks on all devices."""
         if not self.owners:
-            return dict(own)
+            return own
         return gather_from_owners(own, shards, self.owners)
 
     def means(
-        self, stacks: Stacks, shards: Shards, buckets: int = 1
-    ) -> dict[str, jax.Array]:
+        self,
+        stacks: Stacks,
+        shards: Shards,
+        buckets: int = 1,
+    ) -> Stacks:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
         The mean is sent in `buckets` messages. With several messages, the first can overlap with the backward pass.
         """
         if not self.owners:
-            return self.mean(dict(stacks))
+            return self.mean(stacks)
         replicas = tuple(axis for axis in self.axes if axis not in self.owners)
         return means_to_owners(stacks, shards, self.owners, buckets, replicas)
 
     def statistics(
-        self, stacks: Mapping[str, Statistics], shards: Shards
+        self,
+        stacks: Mapping[str, Statistics],
+        shards: Shards,
     ) -> dict[str, Statistics]:
         """Apply `means` to statistics."""
         flat = {name: flatten(stack) for name, stack in stacks.items()}
@@ -139,7 +152,11 @@ class Way:
         """Return whether a flag is set on all devices along the owners' axes."""
         return _reduce(lax.pmin, flag.astype(jnp.int32), self.owners) > 0
 
-    def check(self, what: str, tree: PyTree) -> None:
+    def check(
+        self,
+        what: str,
+        tree: PyTree,
+    ) -> None:
         """Raise if arrays vary over bound axes that are not among `axes`, as far as `shard_map` tracks this."""
         axes = self.axes
         unnamed = sorted(varying_axes(tree).difference(axes))
@@ -152,7 +169,9 @@ class Way:
 
 
 def _reduce(
-    collective: Callable[..., jax.Array], x: jax.Array, axes: tuple[str, ...]
+    collective: Callable[..., jax.Array],
+    x: jax.Array,
+    axes: Axes,
 ) -> jax.Array:
     """Apply a collective over axes, if there are any."""
     if not axes:
@@ -175,5 +194,5 @@ SPLIT_BY_HAND = (
 )
 
 
-def _name(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+def _name(axes: Axes) -> str | Axes:
     return axes[0] if len(axes) == 1 else axes

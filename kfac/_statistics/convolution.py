@@ -68,7 +68,9 @@ class Convolution:
 
 
 def padded(
-    x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+    x: jax.Array,
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
 ) -> jax.Array:
     """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
     config = [(0, 0, 0)]
@@ -77,7 +79,10 @@ def padded(
     return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
 
 
-def patches(x: jax.Array, conv: Convolution) -> jax.Array:
+def patches(
+    x: jax.Array,
+    conv: Convolution,
+) -> jax.Array:
     """Return the inputs in each output position's window, `[n, *out, *window, channels]`.
 
     Args:
@@ -238,7 +243,10 @@ class Patches:
         return lax.platform_dependent(self.image, cuda=many, default=few)
 
 
-def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
+def offset_axes(
+    sizes: Sequence[int],
+    conv: Convolution,
+) -> tuple[Axis, ...] | None:
     """Return the geometry for `offset_moment`, or None if patches are faster or the geometry needs them."""
     taps, positions = math.prod(conv.window), math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:

@@ -15,7 +15,10 @@ from kfac._varying import sum_of_parts
 
 
 def squares_in_basis(
-    x: Rows | Patches, g: Rows, basis: Kronecker, dtype: DTypeLike
+    x: Rows | Patches,
+    g: Rows,
+    basis: Kronecker,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Sum the squared per-example gradients in an eigenbasis, `[copies, d_out, d_in]`.
 
@@ -42,7 +45,11 @@ def squares_in_basis(
     return sum_of_parts(squares, limit, x.by_example(), g.by_example())
 
 
-def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
+def _squares(
+    a: jax.Array,
+    g: jax.Array,
+    basis: Kronecker,
+) -> jax.Array:
     """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
     q_a, q_g = basis.A.astype(a.dtype), basis.G.astype(a.dtype)
     positions, d_in, d_out = a.shape[2], a.shape[3], g.shape[3]
@@ -52,8 +59,8 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
         a = jnp.einsum("ncsi,cij->ncsj", a, q_a)
         g = jnp.einsum("ncso,cop->ncsp", g, q_g)
     if positions == 1:
-        a, g = jnp.square(a[:, :, 0]), jnp.square(g[:, :, 0])
-        return jnp.einsum("nco,nci->coi", g, a)
+        g = jnp.square(g[:, :, 0])
+        return jnp.einsum("nco,nci->coi", g, jnp.square(a[:, :, 0]))
     gradients = jnp.einsum("ncso,ncsi->ncoi", g, a)
     if not rows_first:
         gradients = jnp.einsum("cop,ncoi,cij->ncpj", q_g, gradients, q_a)
@@ -61,7 +68,9 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
 
 
 def example_gradients(
-    g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement
+    g: jax.Array,
+    coefficient: jax.Array | None,
+    arrange: Arrangement,
 ) -> jax.Array:
     """Return the per-example gradients with respect to an elementwise parameter, summed over positions, `[n, units]`.
 

@@ -43,7 +43,11 @@ class Axis(NamedTuple):
         """The largest distance, in taps, between two taps that can both be inside the image."""
         return min(self.window - 1, (self.size - 1) // self.dilation)
 
-    def pair(self, i: int, j: int) -> Pair | None:
+    def pair(
+        self,
+        i: int,
+        j: int,
+    ) -> Pair | None:
         """Return the pair of taps `i` and `j`, or None if the two taps are never both inside the image."""
         offset = (j - i) * self.dilation
         first, last = max(0, -offset), min(self.size, self.size - offset)
@@ -92,12 +96,10 @@ class Pair(NamedTuple):
     strips: tuple[tuple[int, int], ...]
 
 
-def _one(length: int) -> Axis:
-    """Return an axis for data that is already cut to `length` positions."""
-    return Axis(length, 1, 1, 0, length)
-
-
-def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def offset_moment(
+    x: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Sum `a a^T` over examples and output positions, where `a` holds the inputs in the window.
 
     Args:
@@ -119,7 +121,10 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     return lax.platform_dependent(x, cuda=of_pairs, default=of_wide_pairs)
 
 
-def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _of_pairs(
+    x: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Compute `offset_moment` from the correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
     # The index of each tap pair's distinct block, [*window, *window].
@@ -138,7 +143,10 @@ def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
 
 
 def _by_pair(
-    left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+    k: int,
 ) -> jax.Array:
     """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
 
@@ -160,7 +168,10 @@ def _by_pair(
     for place, pair in enumerate(partial, everywhere.shape[k]):
         part = lax.index_in_dim(everywhere, axis.steps + pair.steps, axis=k)
         for start, stop in pair.strips:
-            strip = [*axes[:k], _one(stop - start), *axes[k + 1 :]]
+            # The data are already cut to the strip.
+            length = stop - start
+            strip = list(axes)
+            strip[k] = Axis(length, 1, 1, 0, length)
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
             if left is not right or pair.offset:
@@ -171,7 +182,11 @@ def _by_pair(
     return result
 
 
-def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _correlate(
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Return `sum_q left[q] right[q + d]^T` for all offsets `d` between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
     dtype = accumulator(left.dtype)
@@ -205,7 +220,11 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     return jnp.concatenate([behind, ahead], axis=half)
 
 
-def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _products(
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Compute `_correlate` as a matrix product with shifted copies, which sums narrow operands in float32."""
     reach = [axis.steps * axis.dilation for axis in axes]
     padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from kfac._packing import Shape, in_blocks
+from kfac._packing import Shape, in_blocks, pad_end
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -131,7 +131,10 @@ class Rows:
         return append(part, self.homogeneous, 1)
 
 
-def as_floats(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def as_floats(
+    x: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Cast integers to `dtype`, and floats of eight bits or fewer to bfloat16, so that they can be multiplied."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(dtype)
@@ -225,17 +228,25 @@ class Groups:
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 
 
-def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
+def diagonal_blocks(
+    moment: jax.Array,
+    count: int,
+) -> jax.Array:
     """Cut `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last padded with zeros."""
     *lead, d, _ = moment.shape
     rows = -(-d // count)
-    moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
+    missing = count * rows - d
+    moment = pad_end(moment, missing, missing)
     split = moment.reshape(*lead, count, rows, count, rows)
     block = np.arange(count)
     return jnp.moveaxis(split[..., block, :, block, :], 0, -3)
 
 
-def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+def append(
+    rows: jax.Array,
+    homogeneous: float | None,
+    count: int,
+) -> jax.Array:
     """Append the homogeneous entry, multiplied by `count`, as the last feature. None leaves the rows unchanged."""
     if homogeneous is None:
         return rows
@@ -244,7 +255,10 @@ def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
 
 
 def bordered(
-    moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int
+    moment: jax.Array,
+    total: jax.Array,
+    homogeneous: float | None,
+    count: int,
 ) -> jax.Array:
     """Append the row and column of a homogeneous entry to a sum of outer products.
 
@@ -257,7 +271,7 @@ def bordered(
     if homogeneous is None:
         return moment
     if not homogeneous:
-        return jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
+        return pad_end(moment, 1, 1)
     corner = jnp.full((moment.shape[0], 1, 1), count, moment.dtype)
     top = jnp.concatenate([moment, total[:, :, None]], axis=2)
     bottom = jnp.concatenate([total[:, None, :], corner], axis=2)
