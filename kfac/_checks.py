@@ -39,7 +39,8 @@ def check_range(
         # Round to float32, as the computation will: 1 - 1e-9 becomes 1.
         number = float(np.float32(value))
     except (TypeError, ValueError):
-        kind, given = " or a schedule" * schedules, "a function, " * callable(value)
+        kind = " or a schedule" if schedules else ""
+        given = "a function, " if callable(value) else ""
         raise ValueError(
             f"{name} must be a number{kind}, but is {given}{value!r}"
         ) from None

@@ -110,7 +110,8 @@ class Kronecker(Statistics):
         return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
 
     def dense(self, basis=None):
-        a, g = self.A.shape, self.G.shape
+        a = self.A.shape
+        g = self.G.shape
         square = a[-2:-1] == a[-1:] and g[-2:-1] == g[-1:]
         if not square or a[:-2] != g[:-2]:
             raise ValueError(
@@ -293,7 +294,8 @@ class Tied(Uncombined):
             traces = jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
-        direct, transposed = self.direct, self.transposed
+        direct = self.direct
+        transposed = self.transposed
         traces = [
             trace(direct.A, "A"),
             trace(direct.G, "G"),

@@ -185,7 +185,8 @@ def _sixfold(
     a: jax.Array,
     b: jax.Array,
 ) -> jax.Array:
-    rows, columns = a.shape[-2], b.shape[-1]
+    rows = a.shape[-2]
+    columns = b.shape[-1]
     product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
     return product[..., :rows, :columns]
 

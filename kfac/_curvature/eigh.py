@@ -168,7 +168,8 @@ def rotate(
     """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
 
     def by_products(matrices, basis):
-        g, a = basis.G, basis.A
+        g = basis.G
+        a = basis.A
         if g is not None:
             left = "kab,kbc->kac" if back else "kba,kbc->kac"
             matrices = product(left, precision, g.dtype, matrices.dtype, g, matrices)

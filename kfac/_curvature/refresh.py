@@ -147,7 +147,7 @@ def _refresh(
         def attempt():
             averages = rows(factors)
             amount = scale * damping_of_blocks(inverse, averages, damping)
-            return _retried(inverse, old, averages, unfinished, amount)
+            return _refresh_portion(inverse, old, averages, unfinished, amount)
 
         new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
 
@@ -163,7 +163,7 @@ def _refresh(
     return Refreshed(kept, condition > 0, condition)
 
 
-def _retried(
+def _refresh_portion(
     inverse: Inverse,
     old: tuple[PyTree, jax.Array],
     factors: Block,

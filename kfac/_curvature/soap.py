@@ -94,13 +94,8 @@ class Soap(Inverse):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
         a = orthogonal_iteration(kept.A, factors.A)
         g = orthogonal_iteration(kept.G, factors.G)
-        average = kept.moments.average
-        if a.order is not None:
-            rows = a.order[:, :, None]
-            average = jnp.take_along_axis(average, rows, 1, mode=IN_BOUNDS)
-        if g.order is not None:
-            columns = g.order[:, None, :]
-            average = jnp.take_along_axis(average, columns, 2, mode=IN_BOUNDS)
+        average = _reorder(kept.moments.average, a.order, 1)
+        average = _reorder(average, g.order, 2)
         # The moments have the output axis last, so the sides are swapped.
         old = Kronecker(kept.G, kept.A)
         new = Kronecker(g.basis, a.basis)
@@ -150,7 +145,6 @@ class Soap(Inverse):
 # they are. With 1e-4 and less, rounding determined these eigenvectors if a batch had fewer rows than the factor. The
 # same rows in another order then gave different steps.
 FLOOR = 1e-2
-IN_BOUNDS = "promise_in_bounds"
 
 
 class IterationStep(NamedTuple):
@@ -180,6 +174,18 @@ def orthogonal_iteration(
     quotients, order = lax.top_k(quotients, stack.shape[-1])
     mean = per_block(jnp.mean(quotients, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
-    image = jnp.take_along_axis(image, order[:, None, :], axis=2, mode=IN_BOUNDS)
+    image = _reorder(image, order, 2)
     ends = EigenvalueRange(quotients[:, -1], quotients[:, 0])
     return IterationStep(Eigen(orthonormal(image), None), ends, order)
+
+
+def _reorder(
+    stack: jax.Array,
+    order: jax.Array | None,
+    axis: int,
+) -> jax.Array:
+    """Reorder the rows (axis 1) or columns (axis 2) of matrices `[k, m, n]` by indices. None keeps their order."""
+    if order is None:
+        return stack
+    index = jnp.expand_dims(order, 3 - axis)
+    return jnp.take_along_axis(stack, index, axis, mode="promise_in_bounds")

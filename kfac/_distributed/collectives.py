@@ -108,9 +108,11 @@ def _sums_to_owners(
     """
     devices = lax.axis_size(owners)
     segments = _segments_of(flat, shards)
-    sent, remainders = {}, {}
+    sent = {}
+    remainders = {}
     for name, x in flat.items():
-        dealt = shards[name].full * devices  # blocks that are dealt out evenly
+        # Blocks that are dealt out evenly.
+        dealt = shards[name].full * devices
         remainders[name] = x[dealt:]
         if dealt:
             by_position = x[:dealt].reshape(-1, devices, x.shape[1])
@@ -208,7 +210,8 @@ def _in_segments(
         parts = jnp.split(remainders[name].reshape(-1), len(starts))
         for device, block in zip(starts, parts, strict=True):
             blocks[device].append(block)
-    direct, devices = segments.direct, segments.devices
+    direct = segments.direct
+    devices = segments.devices
     padded = [direct + devices * piece for piece in segments.pieces.values()]
     *begins, end = itertools.accumulate(padded, initial=0)
     flat = _laid_out([jnp.concatenate(x) for x in blocks.values()], begins, end)
@@ -216,7 +219,8 @@ def _in_segments(
         return flat.reshape(-1, devices).T
     whole = jnp.split(flat, begins[1:])
     rest = jnp.concatenate([x[direct:] for x in whole]).reshape(-1, devices).T
-    return jnp.concatenate([jnp.stack([x[:direct] for x in whole]), rest], axis=1)
+    first = jnp.stack([x[:direct] for x in whole])
+    return jnp.concatenate([first, rest], axis=1)
 
 
 def _segments_in(
@@ -246,7 +250,8 @@ def _whole_segment(
       segments: the layout.
       owners: the axes for the all-to-all.
     """
-    devices, width = segments.devices, segments.exchanged
+    devices = segments.devices
+    width = segments.exchanged
     if not width:
         return owned
     direct, rest = jnp.split(owned, [segments.direct])

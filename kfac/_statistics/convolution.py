@@ -93,7 +93,9 @@ def patches(
     rank = len(conv.window)
     # One gather splits each axis into positions and window. A slice for every tap would need a kernel for every tap.
     for k in reversed(range(rank)):
-        size, window, stride = conv.out[k], conv.window[k], conv.strides[k]
+        size = conv.out[k]
+        window = conv.window[k]
+        stride = conv.strides[k]
         if window == 1:
             out = lax.slice_in_dim(out, 0, (size - 1) * stride + 1, stride, 1 + k)
             out = jnp.expand_dims(out, 2 + k)
@@ -200,7 +202,8 @@ class Patches:
 
         Only a single tap is formed at a time.
         """
-        x, conv = self.image, self.conv
+        x = self.image
+        conv = self.conv
         taps = []
         for offset in itertools.product(*(range(size) for size in conv.window)):
             padding = []
@@ -217,7 +220,8 @@ class Patches:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
         form = self._of_features(())
         split = form.split
-        rank, d = len(split), math.prod(split)
+        rank = len(split)
+        d = math.prod(split)
         moment = offset_moment(self.image, axes).reshape(*split, *split)
         if form.flips:
             moment = jnp.flip(moment, [*form.flips, *(k + rank for k in form.flips)])
@@ -225,7 +229,8 @@ class Patches:
         return moment.transpose(order).reshape(1, d, d)
 
     def _gram_of_patches(self) -> jax.Array:
-        conv, n = self.conv, len(self.image)
+        conv = self.conv
+        n = len(self.image)
         taps = math.prod(conv.window)
         # With a single tap, the patches are no larger than the image.
         limit = n
@@ -248,13 +253,21 @@ def offset_axes(
     conv: Convolution,
 ) -> tuple[Axis, ...] | None:
     """Return the geometry for `offset_moment`, or None if patches are faster or the geometry needs them."""
-    taps, positions = math.prod(conv.window), math.prod(conv.out)
+    taps = math.prod(conv.window)
+    positions = math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
     axes = []
     for k, (low, _) in enumerate(conv.padding):
-        axis = Axis(sizes[k], conv.window[k], conv.rhs_dilation[k], low, conv.out[k])
-        axes.append(axis)
+        axes.append(
+            Axis(
+                size=sizes[k],
+                window=conv.window[k],
+                dilation=conv.rhs_dilation[k],
+                low=low,
+                out=conv.out[k],
+            )
+        )
     # The factor 1.5 is 0.75 times 2. Symmetry halves the products for all offsets, and the borders add half of the
     # remainder. Patches must take at least twice as many products as correlations.
     products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)

@@ -51,8 +51,10 @@ def _squares(
     basis: Kronecker,
 ) -> jax.Array:
     """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
-    q_a, q_g = basis.A.astype(a.dtype), basis.G.astype(a.dtype)
-    positions, d_in, d_out = a.shape[2], a.shape[3], g.shape[3]
+    q_a = basis.A.astype(a.dtype)
+    q_g = basis.G.astype(a.dtype)
+    positions, d_in = a.shape[2:]
+    d_out = g.shape[3]
     # Rotate either the rows or the gradient, which is one matrix per example, whichever takes fewer products.
     rows_first = positions * (d_in**2 + d_out**2) <= d_in * d_out * (d_in + d_out)
     if rows_first:

@@ -175,8 +175,8 @@ def _by_pair(
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
             if left is not right or pair.offset:
-                start, stop = start + pair.offset, stop + pair.offset
-                from_right = lax.slice_in_dim(right, start, stop, axis=k + 1)
+                start += pair.offset
+                from_right = lax.slice_in_dim(right, start, start + length, axis=k + 1)
             part -= _by_pair(from_left, from_right, strip, k + 1)
         result = lax.dynamic_update_slice_in_dim(result, part, place, axis=k)
     return result
