@@ -30,7 +30,7 @@ from kfac._layers import (
 from kfac._packing import Shape
 from kfac._varying import PyTree
 
-Lying = Callable[[Layer, jax.Array], jax.Array]
+LayOut = Callable[[Layer, jax.Array], jax.Array]
 
 # Register the block kinds. A new kind needs a class and an entry here.
 BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
@@ -182,7 +182,7 @@ class Group:
         self,
         leaves: Mapping[str, jax.Array],
         dtype: DTypeLike,
-        lying: Lying | None = None,
+        lay_out: LayOut | None = None,
     ) -> jax.Array:
         """Stack the members' leaves (gradients or parameters) to `[k, d_in, d_out]`, zeros for missing members.
 
@@ -192,7 +192,7 @@ class Group:
         Args:
           leaves: the leaves by path.
           dtype: the dtype of the stack.
-          lying: lays out a layer's matrices `[copies, d_out, d_in]` over a mesh before they are cut into pieces.
+          lay_out: lays out a layer's matrices `[copies, d_out, d_in]` over a mesh before they are cut into pieces.
         """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
@@ -202,8 +202,8 @@ class Group:
             rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
             if layer.pieces > 1:
                 matrix = rows.mT
-                if lying is not None:
-                    matrix = lying(layer, matrix)
+                if lay_out is not None:
+                    matrix = lay_out(layer, matrix)
                 rows = layer.to_pieces(matrix).mT
             matrices.append(rows)
         return jnp.concatenate(matrices)
@@ -252,10 +252,10 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
         name = f"{source}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
     groups = []
-    for name, layers_alike in members.items():
+    for name, group_members in members.items():
         # Sort the members by name, so that the block order in a state does not depend on the program.
-        layers_alike.sort(key=lambda layer: layer.name)
-        groups.append(Group(name, tuple(layers_alike)))
+        group_members.sort(key=lambda layer: layer.name)
+        groups.append(Group(name, tuple(group_members)))
     groups.sort(key=lambda group: min(layer.order for layer in group.layers))
     return tuple(groups)
 

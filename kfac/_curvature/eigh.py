@@ -49,7 +49,9 @@ class Eigh(Inverse):
     def init(self, factors):
         """Return identities. A diagonal factor has eigenvalues only."""
         dtype = self.kept_dtype(factors.A.dtype)
-        return Kronecker(unturned(factors.A, dtype), unturned(factors.G, dtype))
+        return Kronecker(
+            identity_basis(factors.A, dtype), identity_basis(factors.G, dtype)
+        )
 
     def refresh(self, kept, factors, damping):
         """Decompose both factors."""
@@ -75,7 +77,7 @@ class Eigh(Inverse):
         return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 
 
-def unturned(
+def identity_basis(
     stack: jax.Array,
     dtype: DTypeLike,
 ) -> Eigen | jax.Array:

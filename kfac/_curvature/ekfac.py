@@ -82,8 +82,8 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        turned = between_bases(kept.moments.average, kept, new, squared_turn)
-        new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
+        average = between_bases(kept.moments.average, kept, new, squared_basis_change)
+        new = dataclasses.replace(new, moments=kept.moments._replace(average=average))
         values = block_eigenvalues(new).reshape(len(damping), -1)
         one = EigenvalueRange(1.0, 1.0)
         return new, condition_of(eigenvalue_range(values), one, damping)
@@ -145,7 +145,7 @@ def between_bases(
     return matrices
 
 
-def turn(
+def basis_change(
     old: jax.Array,
     new: jax.Array,
     dtype: DTypeLike,
@@ -154,7 +154,7 @@ def turn(
     return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
-def squared_turn(
+def squared_basis_change(
     old: jax.Array,
     new: jax.Array,
     dtype: DTypeLike,
@@ -164,6 +164,6 @@ def squared_turn(
     Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is
     `(T_G * T_G) s (T_A * T_A)^T`. The moments hardly change if the basis has moved little, and their sum never changes.
     """
-    square = jnp.square(turn(old, new, dtype))
+    square = jnp.square(basis_change(old, new, dtype))
     # Normalise each column's sum to 1, so that the moments keep their sum even if eigenvectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

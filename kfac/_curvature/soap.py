@@ -12,7 +12,7 @@ from jax import lax
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import EigenvalueRange, condition_of, eigenvalue_range, rotate
-from kfac._curvature.ekfac import between_bases, turn
+from kfac._curvature.ekfac import basis_change, between_bases
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities
 from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
@@ -99,7 +99,7 @@ class Soap(Inverse):
         # The moments have the output axis last, so the sides are swapped.
         old = Kronecker(kept.G, kept.A)
         new = Kronecker(g.basis, a.basis)
-        trace = between_bases(kept.moments.trace, old, new, turn)
+        trace = between_bases(kept.moments.trace, old, new, basis_change)
         moments = kept.moments._replace(average=average, trace=trace)
         condition = condition_of(a.range, g.range, damping)
         return Kronecker(a.basis, g.basis, moments), condition
@@ -107,23 +107,23 @@ class Soap(Inverse):
     def advance(self, kept, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
         old = kept.moments
-        new = self._turned(kept, matrices, back=False)
+        new = self._rotated(kept, matrices, back=False)
         decay = jnp.asarray(self.decay)
         squares = jnp.square(new)
         average, weight = averaged(old.average, old.weight, squares, decay, ready)
         trace, ahead = momentum.moved(old.trace, new)
         scaled = self._scaled(average, ahead, damping)
         scaled = jnp.where(per_block(ready, ahead), scaled, ahead)
-        moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
+        moved = self._rotated(kept, scaled.astype(matrices.dtype), back=True)
         angle = cosine(self._scaled(old.average, old.trace, damping), new)
         adam = Adam(average, weight, trace)
         return dataclasses.replace(kept, moments=adam), moved, angle
 
     def apply(self, kept, matrices, damping):
         """Divide the gradients by the root of the moments in the eigenbasis."""
-        turned = self._turned(kept, matrices.mT, back=False)
-        scaled = self._scaled(kept.moments.average, turned, damping)
-        return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
+        rotated = self._rotated(kept, matrices.mT, back=False)
+        scaled = self._scaled(kept.moments.average, rotated, damping)
+        return self._rotated(kept, scaled.astype(matrices.dtype), back=True).mT
 
     def _scaled(self, average, matrices, damping):
         # The smallest damping is for blocks with zero gradients for long, or from the start.
@@ -132,7 +132,7 @@ class Soap(Inverse):
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
         return matrices / jnp.sqrt(average + damping.astype(average.dtype))
 
-    def _turned(self, kept, matrices, *, back):
+    def _rotated(self, kept, matrices, *, back):
         # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
         def rounded(x):
             return x.astype(self.kept_dtype(x.dtype))

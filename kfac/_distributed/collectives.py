@@ -111,18 +111,18 @@ def _sums_to_owners(
     sent = {}
     remainders = {}
     for name, x in flat.items():
-        # Blocks that are dealt out evenly.
-        dealt = shards[name].full * devices
-        remainders[name] = x[dealt:]
-        if dealt:
-            by_position = x[:dealt].reshape(-1, devices, x.shape[1])
+        # Every device owns equally many of the first blocks.
+        even = shards[name].full * devices
+        remainders[name] = x[even:]
+        if even:
+            by_position = x[:even].reshape(-1, devices, x.shape[1])
             sent[name] = by_position.swapaxes(0, 1).reshape(devices, -1)
     if segments.starts:
-        sent[REST] = _in_segments(remainders, segments)
+        sent[REST] = _pack_remainders(remainders, segments)
     owned = _fused(lambda x: lax.psum_scatter(x, owners), sent)
     if not segments.starts:
         return owned
-    segment = _whole_segment(owned.pop(REST), segments, owners)
+    segment = _collect_segment(owned.pop(REST), segments, owners)
     for name, starts in segments.starts.items():
         begin = of_this_device(starts, segments.room, owners)
         last = lax.dynamic_slice_in_dim(segment, begin, flat[name].shape[1])
@@ -150,15 +150,15 @@ def gather_from_owners(
         if full:
             sent[name] = x[:full].reshape(-1)
     if segments.starts:
-        segment = _own_segment(flat, segments, owners)
-        sent[REST] = _dealt_segment(segment, segments, owners)
+        segment = _fill_segment(flat, segments, owners)
+        sent[REST] = _distribute_segment(segment, segments, owners)
 
     # If `shard_map` tracks varying axes, mark the result as replicated. Under `vmap`, JAX has no such gather.
     to = "invarying" if varying_axes(lax.axis_index(owners)) else "varying"
     gathered = _fused(lambda x: lax.all_gather(x, owners, to=to), sent)
-    whole = {}
+    segment_of = {}
     if segments.starts:
-        whole = _segments_in(gathered.pop(REST), segments)
+        segment_of = _unpack_remainders(gathered.pop(REST), segments)
     result = {}
     for name, x in flat.items():
         elements = x.shape[1]
@@ -167,7 +167,7 @@ def gather_from_owners(
             by_device = gathered[name].reshape(segments.devices, -1, elements)
             blocks.append(by_device.swapaxes(0, 1).reshape(-1, elements))
         for device, start in segments.starts.get(name, {}).items():
-            block = whole[device][start : start + elements]
+            block = segment_of[device][start : start + elements]
             blocks.append(block.reshape(-1, elements))
         result[name] = jnp.concatenate(blocks).reshape(-1, *owned[name].shape[1:])
     return result
@@ -191,7 +191,7 @@ def of_this_device(
     return jnp.min(jnp.where(is_entry, values, np.int32(otherwise)))
 
 
-def _in_segments(
+def _pack_remainders(
     remainders: Stacks,
     segments: Segments,
 ) -> jax.Array:
@@ -214,31 +214,31 @@ def _in_segments(
     devices = segments.devices
     padded = [direct + devices * piece for piece in segments.pieces.values()]
     *begins, end = itertools.accumulate(padded, initial=0)
-    flat = _laid_out([jnp.concatenate(x) for x in blocks.values()], begins, end)
+    flat = _place_vectors([jnp.concatenate(x) for x in blocks.values()], begins, end)
     if not direct:
         return flat.reshape(-1, devices).T
-    whole = jnp.split(flat, begins[1:])
-    rest = jnp.concatenate([x[direct:] for x in whole]).reshape(-1, devices).T
-    first = jnp.stack([x[:direct] for x in whole])
+    whole_segments = jnp.split(flat, begins[1:])
+    rest = jnp.concatenate([x[direct:] for x in whole_segments]).reshape(-1, devices).T
+    first = jnp.stack([x[:direct] for x in whole_segments])
     return jnp.concatenate([first, rest], axis=1)
 
 
-def _segments_in(
+def _unpack_remainders(
     rows: jax.Array,
     segments: Segments,
 ) -> dict[int, jax.Array]:
-    """Undo `_in_segments`: return each device's segment, given the rows `[devices, width]`."""
+    """Undo `_pack_remainders`: return each device's segment, given the rows `[devices, width]`."""
     direct = segments.direct
     lengths = [segments.devices * piece for piece in segments.pieces.values()]
     rests = cut(rows[:, direct:].T.reshape(-1), lengths)
-    whole = dict(zip(segments.lengths, rests, strict=True))
+    whole_segments = dict(zip(segments.lengths, rests, strict=True))
     if direct:
-        for device, rest in whole.items():
-            whole[device] = jnp.concatenate([rows[device, :direct], rest])
-    return whole
+        for device, rest in whole_segments.items():
+            whole_segments[device] = jnp.concatenate([rows[device, :direct], rest])
+    return whole_segments
 
 
-def _whole_segment(
+def _collect_segment(
     owned: jax.Array,
     segments: Segments,
     owners: Axes,
@@ -256,12 +256,12 @@ def _whole_segment(
         return owned
     direct, rest = jnp.split(owned, [segments.direct])
     begins = [device * width for device in segments.pieces]
-    sent = _laid_out(cut(rest, segments.pieces.values()), begins, devices * width)
+    sent = _place_vectors(cut(rest, segments.pieces.values()), begins, devices * width)
     received = lax.all_to_all(sent, owners, 0, 0, tiled=True)
     return jnp.concatenate([direct, received.reshape(devices, width).T.reshape(-1)])
 
 
-def _own_segment(
+def _fill_segment(
     flat: Stacks,
     segments: Segments,
     owners: Axes,
@@ -278,12 +278,12 @@ def _own_segment(
     return segment[: segments.room]
 
 
-def _dealt_segment(
+def _distribute_segment(
     segment: jax.Array,
     segments: Segments,
     owners: Axes,
 ) -> jax.Array:
-    """Undo `_whole_segment`."""
+    """Undo `_collect_segment`."""
     devices = segments.devices
     if not segments.exchanged:
         return segment
@@ -294,7 +294,7 @@ def _dealt_segment(
     return jnp.concatenate([direct, *pieces])
 
 
-def _laid_out(
+def _place_vectors(
     vectors: Sequence[jax.Array],
     begins: Sequence[int],
     end: int,

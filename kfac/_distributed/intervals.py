@@ -70,12 +70,12 @@ def prices_of_layers(
     gradients = work_of_gradients(layers)
     if not gradients:
         return {}
-    seldom = work_of_layers(layers, inverse, share)
+    curvature_work = work_of_layers(layers, inverse, share)
     prices = {}
     for layer in layers:
-        if layer.name not in seldom:
+        if layer.name not in curvature_work:
             continue
-        work = seldom[layer.name] / every
+        work = curvature_work[layer.name] / every
         if layer.kind in KRONECKER_KINDS:
             blocks = layer.copies * layer.pieces
             work += inverse.products * blocks * applied(layer.block_shapes)

@@ -180,7 +180,7 @@ class Patches:
             arrange = arrange._replace(split=(len(rows), *arrange.split[1:]))
         return arrange(rows)
 
-    def _of_features(self, lead: Shape) -> Arrangement:
+    def _feature_arrangement(self, lead: Shape) -> Arrangement:
         """Return the arrangement for arrays whose axes are `lead`, which hold the examples, and the features."""
         arrange = self.arrange
         first = len(arrange.examples) + len(arrange.rows)
@@ -214,11 +214,11 @@ class Patches:
             )
             seen = of(patches(x, tap).reshape(len(x), -1, x.shape[-1]))
             taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
-        return self._of_features((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
+        return self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
 
     def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
-        form = self._of_features(())
+        form = self._feature_arrangement(())
         split = form.split
         rank = len(split)
         d = math.prod(split)
