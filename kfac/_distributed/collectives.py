@@ -106,8 +106,8 @@ def _sums_to_owners(
       A vector `[positions * elements]` for each group. A device without a remainder block has arbitrary numbers at the
       last position.
     """
-    devices = lax.axis_size(owners)
     segments = _segments_of(flat, shards)
+    devices = segments.devices
     sent = {}
     remainders = {}
     for name, x in flat.items():
