@@ -16,10 +16,16 @@ import jax
 import numpy as np
 
 from kfac._layers import Layer, Layers
+from kfac._packing import Shape
 from kfac._varying import axis_names
 
 
-def check_range(name: str, value: Any, interval: str, schedules: bool = True) -> None:
+def check_range(
+    name: str,
+    value: Any,
+    interval: str,
+    schedules: bool = True,
+) -> None:
     """Raise if a value is not a number in an interval such as `"[0, inf)"`.
 
     Tracers pass. With `schedules`, functions pass too.
@@ -33,7 +39,8 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
         # Round to float32, as the computation will: 1 - 1e-9 becomes 1.
         number = float(np.float32(value))
     except (TypeError, ValueError):
-        kind, given = " or a schedule" * schedules, "a function, " * callable(value)
+        kind = " or a schedule" if schedules else ""
+        given = "a function, " if callable(value) else ""
         raise ValueError(
             f"{name} must be a number{kind}, but is {given}{value!r}"
         ) from None
@@ -41,7 +48,8 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
     least = float(np.float32(low))
     above = number > least if interval[0] == "(" else number >= least
     below = number < high if interval[-1] == ")" else number <= high
-    if math.isnan(number) or not (above and below):
+    # Comparisons with NaN are false.
+    if not (above and below):
         raise ValueError(
             f"{name} must lie in {interval[0]}{low:g}, {high:g}{interval[-1]}, but is {value!r}"
         )
@@ -51,33 +59,37 @@ def check_range(name: str, value: Any, interval: str, schedules: bool = True) ->
 check_number = functools.partial(check_range, schedules=False)
 
 
-def check_count(name: str, value: Any, low: int, hint: str = "") -> None:
+def check_count(
+    name: str,
+    value: Any,
+    low: int,
+    hint: str = "",
+) -> None:
     """Raise if a value is not an integer, or is below `low`. Scalar arrays and floats with integral values pass."""
     if isinstance(value, jax.core.Tracer):
         return
-    number = (
-        isinstance(value, (int, float, np.integer, np.ndarray, jax.Array))
-        and np.shape(value) == ()
-    )
-    if (
-        not number
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value != int(value)
-        or value < low
-    ):
+    is_number = isinstance(value, int | float | np.integer | np.ndarray | jax.Array)
+    valid = is_number and not isinstance(value, bool) and np.shape(value) == ()
+    if not valid or not math.isfinite(value) or value != int(value) or value < low:
         raise ValueError(
             f"{name} must be an integer, at least {low}, but is {value!r}{hint}"
         )
 
 
-def check_positive_int(name: str, value: Any) -> None:
+def check_positive_int(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a static size is not a positive `int`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive int, but is {value!r}")
 
 
-def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
+def check_choice(
+    name: str,
+    value: object,
+    accepted: Sequence[str],
+) -> None:
     """Raise if a value is not among the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
         raise ValueError(
@@ -85,13 +97,19 @@ def check_choice(name: str, value: Any, accepted: Sequence[str]) -> None:
         )
 
 
-def check_switch(name: str, value: Any) -> None:
+def check_switch(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not a `bool`."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
-def check_multipliers(name: str, value: Any) -> None:
+def check_multipliers(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not a mapping of regular expressions to positive numbers, or is empty."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError(
@@ -101,53 +119,60 @@ def check_multipliers(name: str, value: Any) -> None:
         check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")
 
 
-def check_patterns(name: str, value: Any) -> None:
+def check_patterns(
+    name: str,
+    value: Any,
+) -> None:
     """Raise if a value is not a sequence of regular expressions."""
     # Iterators are refused, because this check would exhaust them.
     several = isinstance(value, Collection) and not isinstance(
         value, str | bytes | Mapping
     )
-    if not several or not all(
-        isinstance(pattern, str | re.Pattern) for pattern in value
-    ):
-        raise ValueError(
-            f"{name} must be a sequence of regular expressions, but is {value!r}"
-        )
+    if several and all(isinstance(pattern, str | re.Pattern) for pattern in value):
+        return
+    raise ValueError(
+        f"{name} must be a sequence of regular expressions, but is {value!r}"
+    )
 
 
 def as_argnums(value: Any) -> tuple[int | str, ...]:
     """Return argument positions or names as a tuple. A single position or name becomes a 1-tuple."""
-    return (
-        tuple(value)
-        if isinstance(value, Collection) and not isinstance(value, str)
-        else (value,)
-    )
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return tuple(value)
+    return (value,)
 
 
-def check_argnums(name: str, value: Any) -> None:
+def check_argnums(
+    name: str,
+    value: object,
+) -> None:
     """Raise if a value is not an argument's position or name, or a collection of distinct positions and names.
 
     Negative positions are accepted: they count from the end.
     """
     keys = as_argnums(value)
-    valid = keys and all(
-        isinstance(k, int | str) and not isinstance(k, bool) for k in keys
-    )
-    if not valid or len(set(keys)) < len(keys):
+    valid = all(isinstance(k, int | str) and not isinstance(k, bool) for k in keys)
+    if not keys or not valid or len(set(keys)) < len(keys):
         raise ValueError(
             f"{name} must be the position of an argument, its name, or several of them, but is {value!r}"
         )
 
 
 def _rules(
-    check: Callable[..., None], names: str, *arguments: Any
+    check: Callable[..., None],
+    names: str,
+    *arguments: Any,
 ) -> dict[str, Callable[[str, Any], None]]:
-    return dict.fromkeys(
-        names.split(), lambda name, value: check(name, value, *arguments)
-    )
+    def check_option(name, value):
+        check(name, value, *arguments)
+
+    return dict.fromkeys(names.split(), check_option)
 
 
-def check_fraction(name: str, value: float) -> int:
+def check_fraction(
+    name: str,
+    value: float,
+) -> int:
     """Return `k` for a fraction `1 / k`. Raise if a value is not such a fraction."""
     check_number(name, value, "(0, 1]")
     k = round(1 / value)
@@ -207,12 +232,14 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
         "; kfac.kfac takes 'auto', too, and None, so that kfac.observe(opt_state) refreshes",
     ),
     **_rules(check_count, "refresh_warmup", 0),
-    **_rules(check_positive_int, "max_dim num_examples num_microbatches num_steps"),
-    **_rules(check_positive_int, "batch batches devices num_devices k probes"),
     **_rules(
-        check_switch, "relative nesterov rate_in_momentum has_aux strict verbose donate"
+        check_positive_int,
+        "max_dim num_examples num_microbatches num_steps batch batches devices num_devices k probes",
     ),
-    **_rules(check_switch, "adaptive_layer_rates"),
+    **_rules(
+        check_switch,
+        "relative nesterov rate_in_momentum has_aux strict verbose donate adaptive_layer_rates",
+    ),
     **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip reduce gradient"),
     **_rules(check_argnums, "batch_argnums"),
@@ -239,21 +266,26 @@ def check_given(**options: Any) -> None:
     check(**{name: value for name, value in options.items() if value is not None})
 
 
-def check_axis_name(value: Any, name: str = "axis_name") -> None:
+def check_axis_name(
+    value: Any,
+    name: str = "axis_name",
+) -> None:
     """Raise if a value is not an axis name, a non-empty tuple of distinct axis names, or None."""
     names = axis_names(value)
-    if (
-        value == ()
-        or not all(isinstance(axis, str) for axis in names)
-        or len(set(names)) < len(names)
-    ):
+    valid = value != () and all(isinstance(axis, str) for axis in names)
+    if not valid or len(set(names)) < len(names):
         what = "the name of an axis, a tuple of different names or None"
         raise ValueError(
             f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given"
         )
 
 
-def check_type(name: str, value: Any, kind: Any, what: str) -> None:
+def check_type(
+    name: str,
+    value: object,
+    kind: Any,
+    what: str,
+) -> None:
     """Raise if a value does not have the type `kind`.
 
     Args:
@@ -276,7 +308,11 @@ def check_type(name: str, value: Any, kind: Any, what: str) -> None:
         )
 
 
-def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(
+    what: str,
+    block: object,
+    shapes: Mapping[str, Shape],
+) -> None:
     """Raise if a block lacks an array named in `shapes`, or if the array has another shape."""
     for name, shape in shapes.items():
         actual = getattr(getattr(block, name, None), "shape", None)
@@ -287,19 +323,21 @@ def check_shapes(what: str, block: Any, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def check_by_layer(
-    what: str, blocks: Mapping[str, Any], layers: Iterable[Layer], how: str
+    what: str,
+    blocks: Mapping[str, object],
+    layers: Iterable[Layer],
+    how: str,
 ) -> None:
     """Raise if `blocks` and `layers` have different names, or if the factors in `blocks` have other shapes."""
     expected = {layer.name: layer.factor_shapes for layer in layers}
     for name in sorted(expected.keys() ^ set(blocks)):
-        raise ValueError(
-            f"{what} with{'out' * (name in expected)} layer {name!r}: {how}"
-        )
+        preposition = "without" if name in expected else "with"
+        raise ValueError(f"{what} {preposition} layer {name!r}: {how}")
     for name, shapes in expected.items():
         check_shapes(f"{what} of layer {name!r}", blocks[name], shapes)
 
 
-def check_layers(value: Any) -> None:
+def check_layers(value: object) -> None:
     """Raise if a value is not a `Layers`, the result of `find_layers`."""
     if not isinstance(value, Layers):
         how = "layers = kfac.find_layers(loss_fn, params, batch)"
@@ -308,7 +346,7 @@ def check_layers(value: Any) -> None:
         )
 
 
-def check_function(value: Any) -> None:
+def check_function(value: object) -> None:
     """Raise if a value is not callable, so that it cannot be a loss function."""
     if not callable(value):
         what = reprlib.repr(value)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from kfac._packing import as_vectors, from_vectors
-from kfac._varying import on_mesh, whole
+from kfac._packing import Shape, as_vectors, from_vectors
+from kfac._varying import PyTree, on_mesh, whole
 
-Average = Callable[[Any], Any]
+Average = Callable[[PyTree], PyTree]
+Shapes = tuple[Shape, ...]
 
 
 class Statistics:
@@ -36,12 +39,14 @@ class Statistics:
         Args:
           average: averages a tree of arrays over devices. None on one device.
         """
-        del average
         return self
 
     def packed(
-        self, shapes: Shapes, average: Average | None = None, dtype: Any = None
-    ) -> Any:
+        self,
+        shapes: Shapes,
+        average: Average | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Statistics:
         """Pack the statistics for a message. `Unitwise` blocks stay as they are.
 
         Args:
@@ -73,9 +78,6 @@ class Uncombined(Statistics):
         return self.combined().G
 
 
-Shapes = tuple[tuple[int, ...], ...]
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker(Statistics):
@@ -95,20 +97,23 @@ class Kronecker(Statistics):
     moments: Any = None
 
     def packed(self, shapes, average=None, dtype=None):
-        del average
-        return jax.tree.map(
-            lambda x: x if dtype is None else x.astype(dtype), Packed.of(self, shapes)
-        )
+        packed = Packed.of(self, shapes)
+        if dtype is None:
+            return packed
+        return jax.tree.map(lambda x: x.astype(dtype), packed)
 
     def unscaled(self, by):
-        return Kronecker(self.A, *jax.tree.map(by, (self.G, self.moments)))
+        g, moments = jax.tree.map(by, (self.G, self.moments))
+        return Kronecker(self.A, g, moments)
 
     def mean_eigenvalue(self):
         return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
 
     def dense(self, basis=None):
-        a, g = self.A.shape, self.G.shape
-        if a[:-2] != g[:-2] or a[-2:-1] != a[-1:] or g[-2:-1] != g[-1:]:
+        a = self.A.shape
+        g = self.G.shape
+        square = a[-2:-1] == a[-1:] and g[-2:-1] == g[-1:]
+        if not square or a[:-2] != g[:-2]:
             raise ValueError(
                 f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}"
             )
@@ -118,18 +123,15 @@ class Kronecker(Statistics):
             raise ValueError(
                 "block has no moments: take it from value_and_grad(...)(..., basis=basis)"
             )
-        vectors, values = _kron(basis.A, basis.G), self.moments.mT
-        return jnp.matmul(
-            vectors * values.reshape(*vectors.shape[:-2], 1, -1),
-            vectors.mT,
-            precision="highest",
-        )
+        vectors = _kron(basis.A, basis.G)
+        values = self.moments.mT.reshape(*vectors.shape[:-2], 1, -1)
+        return jnp.matmul(vectors * values, vectors.mT, precision="highest")
 
 
 _kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
-def is_diagonal(stack: Any) -> bool:
+def is_diagonal(stack: jax.Array) -> bool:
     """Return whether stacked Kronecker factors are diagonals `[k, d]` instead of matrices `[k, d, d]`."""
     return stack.ndim == 2
 
@@ -175,11 +177,10 @@ class Unitwise(Statistics):
         return jnp.trace(jnp.mean(self.F, axis=1), axis1=1, axis2=2) / self.F.shape[-1]
 
     def dense(self, basis=None):
-        del basis
-        channels, size = self.F.shape[0], self.F.shape[0] * self.F.shape[1]
-        return jnp.einsum(
-            "cpq,cd->pcqd", self.F, jnp.eye(channels, dtype=self.F.dtype)
-        ).reshape(size, size)
+        channels, p = self.F.shape[:2]
+        identity = jnp.eye(channels, dtype=self.F.dtype)
+        blocks = jnp.einsum("cpq,cd->pcqd", self.F, identity)
+        return blocks.reshape(p * channels, p * channels)
 
 
 @jax.tree_util.register_dataclass
@@ -197,31 +198,36 @@ class Packed(Uncombined):
     shapes: Shapes = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, block: Kronecker, shapes: Shapes) -> Packed:
+    def of(
+        cls,
+        block: Kronecker,
+        shapes: Shapes,
+    ) -> Packed:
         """Pack a block."""
-        flat = Kronecker(as_vectors(block.A, shapes[0]), as_vectors(block.G, shapes[1]))
-        if block.moments is not None:
-            flat = dataclasses.replace(
-                flat, moments=block.moments.reshape(*block.moments.shape[:-2], 1, -1)
-            )
-        return cls(flat, shapes)
+        moments = block.moments
+        if moments is not None:
+            moments = moments.reshape(*moments.shape[:-2], 1, -1)
+        a = as_vectors(block.A, shapes[0])
+        g = as_vectors(block.G, shapes[1])
+        return cls(Kronecker(a, g, moments), shapes)
 
     def unpacked(self) -> Kronecker:
         """Undo `of`."""
-        flat, (a, g) = self.flat, self.shapes
-        sides = from_vectors(flat.A, a), from_vectors(flat.G, g)
-        if flat.moments is None:
-            return Kronecker(*sides)
-        moments = from_vectors(flat.moments, (g[-1] * a[-1],))
-        return Kronecker(*sides, moments.reshape(*moments.shape[:-1], g[-1], a[-1]))
+        a, g = self.shapes
+        moments = self.flat.moments
+        if moments is not None:
+            shape = (g[-1], a[-1])
+            moments = moments[..., 0, : math.prod(shape)]
+            moments = moments.reshape(*moments.shape[:-1], *shape)
+        return Kronecker(
+            from_vectors(self.flat.A, a), from_vectors(self.flat.G, g), moments
+        )
 
     def combined(self, average: Average | None = None) -> Kronecker:
         """Return the unpacked block, with a copy on every device."""
-        del average
         return _unpacked_everywhere(self)
 
     def packed(self, shapes, average=None, dtype=None):
-        del shapes, average, dtype
         return self
 
     def unscaled(self, by):
@@ -233,7 +239,9 @@ class Packed(Uncombined):
 
     @property
     def moments(self) -> jax.Array | None:
-        return None if self.flat.moments is None else self.combined().moments
+        if self.flat.moments is None:
+            return None
+        return self.combined().moments
 
 
 @jax.jit
@@ -264,12 +272,10 @@ class Tied(Uncombined):
     cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})
 
     def unscaled(self, by):
-        turned = Kronecker(
-            by(self.transposed.A), self.transposed.G
-        )  # the transposed use has its gradients in `A`
-        return dataclasses.replace(
-            self, direct=self.direct.unscaled(by), transposed=turned
-        )
+        # The transposed use has its gradients in `A`.
+        transposed = dataclasses.replace(self.transposed, A=by(self.transposed.A))
+        direct = self.direct.unscaled(by)
+        return dataclasses.replace(self, direct=direct, transposed=transposed)
 
     def combined(self, average: Average | None = None) -> Kronecker:
         """Return the block `(A + e A') (x) (G + G' / e)`, where `A'` and `G'` belong to the transposed uses.
@@ -282,33 +288,47 @@ class Tied(Uncombined):
           average: averages the traces over devices. None on one device.
         """
 
-        def trace(block, side):
-            factor = getattr(block, side)
+        def trace(factor, side):
             if side in self.diagonal:
                 return jnp.sum(factor, -1)
             traces = jnp.trace(factor, axis1=-2, axis2=-1)
             return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
 
+        direct = self.direct
+        transposed = self.transposed
         traces = [
-            trace(block, side)
-            for block in (self.direct, self.transposed)
-            for side in "AG"
+            trace(direct.A, "A"),
+            trace(direct.G, "G"),
+            trace(transposed.A, "A"),
+            trace(transposed.G, "G"),
         ]
-        a, g, turned_a, turned_g = average(traces) if average else traces
+        if average is not None:
+            traces = average(traces)
         # Take the root of each trace, because a product of two traces may underflow in float32.
-        above, below = (
-            jnp.sqrt(a) * jnp.sqrt(turned_g),
-            jnp.sqrt(g) * jnp.sqrt(turned_a),
-        )
+        a, g, transposed_a, transposed_g = [jnp.sqrt(x) for x in traces]
+        above = a * transposed_g
+        below = g * transposed_a
         positive = (above > 0) & (below > 0)
         scale = jnp.where(positive, above / jnp.where(positive, below, 1), 1)
-        direct, (a, g) = self.direct, (self.transposed.A, self.transposed.G)
         return Kronecker(
-            direct.A + a * per_block(scale, a), direct.G + g / per_block(scale, g)
+            direct.A + transposed.A * per_block(scale, transposed.A),
+            direct.G + transposed.G / per_block(scale, transposed.G),
         )
 
 
-def per_block(values: jax.Array, like: jax.Array) -> jax.Array:
+def safe_ratio(
+    above: jax.typing.ArrayLike,
+    below: jax.Array,
+) -> jax.Array:
+    """Return `above / below`, and 0 where `below` is not positive."""
+    positive = below > 0
+    return jnp.where(positive, above / jnp.where(positive, below, 1), 0)
+
+
+def per_block(
+    values: jax.Array,
+    like: jax.Array,
+) -> jax.Array:
     """Reshape one number per block, `[k]`, to `[k, 1, ...]`, so that it broadcasts to `like`. Scalars work too."""
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
@@ -340,8 +360,8 @@ class Ragged(Statistics):
         Args:
           average: averages the rows over devices. None on one device.
         """
-        rows = average(self.rows) if average else self.rows
-        share = jnp.where(rows > 0, 1 / jnp.where(rows > 0, rows, 1), 0)
+        rows = self.rows if average is None else average(self.rows)
+        share = safe_ratio(1, rows)
         return Kronecker(self.A, self.squares * per_block(share, self.squares))
 
     G = Uncombined.G
@@ -391,10 +411,10 @@ class Factors(Mapping[str, Statistics]):
         Returns:
           The new factors. Blocks of other types are unchanged.
         """
-        blocks = {
-            n: block.combined() if block.wire is not None else block
-            for n, block in self.items()
-        }
+        blocks = dict(self)
+        for name, block in self.items():
+            if block.wire is not None:
+                blocks[name] = block.combined()
         return Factors(blocks, self.gradients)
 
     def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
@@ -406,17 +426,17 @@ class Factors(Mapping[str, Statistics]):
         Args:
           loss_scale: the factor by which the loss was multiplied.
         """
+
         # Divide twice, because a large scale's square may overflow in float32.
-        blocks = {
-            n: block.unscaled(lambda x: x / loss_scale / loss_scale)
-            for n, block in self.items()
-        }
-        return Factors(
-            blocks, {path: x / loss_scale for path, x in self.gradients.items()}
-        )
+        def by_square(x):
+            return x / loss_scale / loss_scale
+
+        blocks = {name: block.unscaled(by_square) for name, block in self.items()}
+        gradients = {path: x / loss_scale for path, x in self.gradients.items()}
+        return Factors(blocks, gradients)
 
     def tree_flatten_with_keys(self):
-        children: list[Any] = [
+        children: list[tuple[Any, PyTree]] = [
             (jax.tree_util.DictKey(name), block) for name, block in self._blocks.items()
         ]
         if self.gradients:

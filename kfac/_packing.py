@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kfac._varying import PyTree
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 def pack(stack: jax.Array) -> jax.Array:
@@ -19,29 +23,40 @@ def pack(stack: jax.Array) -> jax.Array:
     follows to the right. This takes slices and masks only, because index tables would be as large as the matrices.
     """
     d = stack.shape[-1]
-    if d % 2:  # append a zero row and a zero column
-        stack = jnp.pad(stack, ((0, 0), (0, 1), (0, 1)))
     h = (d + 1) // 2
-    first, last, corner = stack[:, :h, :h], stack[:, h:, h:], stack[:, :h, h:]
-    row, column = (
-        lax.broadcasted_iota(jnp.int32, (h, h + 1), 0),
-        lax.broadcasted_iota(jnp.int32, (h, h + 1), 1),
-    )
+    # An odd matrix gets a zero row and a zero column.
+    stack = pad_end(stack, 2 * h - d, 2 * h - d)
+    first = stack[:, :h, :h]
+    last = stack[:, h:, h:]
+    corner = stack[:, :h, h:]
+    row = lax.broadcasted_iota(jnp.int32, (h, h + 1), 0)
+    column = lax.broadcasted_iota(jnp.int32, (h, h + 1), 1)
     shifted = jnp.pad(first, ((0, 0), (0, 0), (1, 0)))
-    triangles = jnp.where(
-        column > row, shifted, jnp.pad(last, ((0, 0), (0, 0), (0, 1)))
-    )
+    triangles = jnp.where(column > row, shifted, pad_end(last, 1))
     return jnp.concatenate([triangles, corner], axis=-1)
+
+
+def pad_end(
+    x: jax.Array,
+    *counts: int,
+) -> jax.Array:
+    """Append zeros at the end of the last axes, as many as `counts`."""
+    if not any(counts):
+        return x
+    widths = [(0, 0)] * (x.ndim - len(counts))
+    return jnp.pad(x, [*widths, *((0, count) for count in counts)])
 
 
 def packed_size(d: int) -> int:
     """Return the number of elements in a packed matrix `[d, d]`."""
-    return math.prod(
-        jax.eval_shape(pack, jax.ShapeDtypeStruct((1, d, d), jnp.float32)).shape
-    )
+    h = (d + 1) // 2
+    return h * (2 * h + 1)
 
 
-def unpack(flat: jax.Array, d: int) -> jax.Array:
+def unpack(
+    flat: jax.Array,
+    d: int,
+) -> jax.Array:
     """Undo `pack`.
 
     Args:
@@ -53,8 +68,10 @@ def unpack(flat: jax.Array, d: int) -> jax.Array:
     """
     h = (d + 1) // 2
     packed = flat[..., : packed_size(d)].reshape(-1, h, 2 * h + 1)
-    triangles, corner = packed[..., : h + 1], packed[..., h + 1 :]
-    upper, lower = jnp.triu(triangles[..., 1:]), jnp.tril(triangles[..., :h])
+    triangles = packed[..., : h + 1]
+    corner = packed[..., h + 1 :]
+    upper = jnp.triu(triangles[..., 1:])
+    lower = jnp.tril(triangles[..., :h])
     first = upper + jnp.triu(upper, 1).mT
     last = lower + jnp.tril(lower, -1).mT
     top = jnp.concatenate([first, corner], axis=-1)
@@ -62,7 +79,10 @@ def unpack(flat: jax.Array, d: int) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
 
 
-def room(shape: tuple[int, ...], multiple: int = 1) -> tuple[int, int]:
+def room(
+    shape: Shape,
+    multiple: int = 1,
+) -> tuple[int, int]:
     """Return the lengths of the last two axes after `as_vectors`: pieces and elements.
 
     Args:
@@ -73,40 +93,48 @@ def room(shape: tuple[int, ...], multiple: int = 1) -> tuple[int, int]:
     return math.prod(shape[:-2]), -(-size // multiple) * multiple
 
 
-def as_vectors(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def as_vectors(
+    x: jax.Array,
+    shape: Shape,
+) -> jax.Array:
     """Return factors `[..., *shape]` as vectors `[..., pieces, elements]`.
 
     Args:
       x: matrices `[..., d, d]`, stacks of diagonal blocks `[..., pieces, d, d]`, or diagonals `[..., d]`.
       shape: a single factor's shape, without the leading axes.
     """
-    flat = x if len(shape) == 1 else pack(x.reshape(-1, *shape[-2:]))
-    return flat.reshape(*x.shape[: x.ndim - len(shape)], math.prod(shape[:-2]), -1)
+    lead = x.shape[: x.ndim - len(shape)]
+    if len(shape) > 1:
+        x = pack(x.reshape(-1, *shape[-2:]))
+    return x.reshape(*lead, math.prod(shape[:-2]), -1)
 
 
 def filled(flat: jax.Array) -> jax.Array:
     """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
-    missing = -flat.shape[-1] % max(1, jax.sharding.get_abstract_mesh().size)
-    return (
-        jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, missing)]) if missing else flat
-    )
+    devices = max(1, jax.sharding.get_abstract_mesh().size)
+    return pad_end(flat, -flat.shape[-1] % devices)
 
 
-def from_vectors(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def from_vectors(
+    flat: jax.Array,
+    shape: Shape,
+) -> jax.Array:
     """Undo `as_vectors` and remove padding."""
     if len(shape) == 1:
         return flat[..., 0, : shape[0]]
     return unpack(flat, shape[-1]).reshape(*flat.shape[:-2], *shape)
 
 
-def flatten(tree: Any) -> jax.Array:
+def flatten(tree: PyTree) -> jax.Array:
     """Concatenate the leaves `[k, ...]` of a tree to an array `[k, elements]`, in the widest of their dtypes."""
-    return jnp.concatenate(
-        [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)], axis=1
-    )
+    flat = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(flat, axis=1)
 
 
-def unflatten(flat: jax.Array, like: Any) -> Any:
+def unflatten(
+    flat: jax.Array,
+    like: PyTree,
+) -> PyTree:
     """Undo `flatten`.
 
     Args:
@@ -114,26 +142,29 @@ def unflatten(flat: jax.Array, like: Any) -> Any:
       like: a tree of arrays or `jax.ShapeDtypeStruct`s with the shapes and dtypes to restore. Its `k` may differ.
     """
     leaves, treedef = jax.tree.flatten(like)
-    parts = zip(
-        cut(flat, (math.prod(leaf.shape[1:]) for leaf in leaves)), leaves, strict=True
-    )
-    return jax.tree.unflatten(
-        treedef, [part.reshape(-1, *x.shape[1:]).astype(x.dtype) for part, x in parts]
-    )
+    parts = cut(flat, [math.prod(leaf.shape[1:]) for leaf in leaves])
+    restored = []
+    for part, leaf in zip(parts, leaves, strict=True):
+        restored.append(part.reshape(-1, *leaf.shape[1:]).astype(leaf.dtype))
+    return jax.tree.unflatten(treedef, restored)
 
 
-def cut(x: jax.Array, lengths: Iterable[int]) -> list[jax.Array]:
+def cut(
+    x: jax.Array,
+    lengths: Iterable[int],
+) -> list[jax.Array]:
     """Split an array along its last axis into parts of these lengths."""
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
-def in_blocks(rows: jax.Array, count: int) -> jax.Array:
+def in_blocks(
+    rows: jax.Array,
+    count: int,
+) -> jax.Array:
     """Split rows `[..., n, d]` into `count` blocks of neighbouring features: `[..., count, n, features]`.
 
     The last block is padded with zeros.
     """
     features = -(-rows.shape[-1] // count)
-    rows = jnp.pad(
-        rows, [(0, 0)] * (rows.ndim - 1) + [(0, count * features - rows.shape[-1])]
-    )
+    rows = pad_end(rows, count * features - rows.shape[-1])
     return jnp.moveaxis(rows.reshape(*rows.shape[:-1], count, features), -2, -3)

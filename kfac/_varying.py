@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-AxisName = str | tuple[str, ...]
+Axes = tuple[str, ...]
+AxisName = str | Axes
+PyTree: TypeAlias = Any  # any tree of arrays
 
 
-def axis_names(axis: AxisName | None) -> tuple[str, ...]:
+def axis_names(axis: AxisName | None) -> Axes:
     """Return the axis names as a tuple, which is empty for None."""
-    return axis if isinstance(axis, tuple) else () if axis is None else (axis,)
+    if axis is None:
+        return ()
+    return axis if isinstance(axis, tuple) else (axis,)
 
 
 def varying_in(aval: Any) -> frozenset[str]:
@@ -32,28 +36,26 @@ def varying_in(aval: Any) -> frozenset[str]:
     )
 
 
-def varying_axes(tree: Any) -> frozenset[str]:
+def varying_axes(tree: PyTree) -> frozenset[str]:
     """Return the axes of an enclosing `shard_map` over which a leaf of `tree` may differ between devices."""
-    return frozenset().union(
-        *(varying_in(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree))
-    )
+    axes: frozenset[str] = frozenset()
+    for leaf in jax.tree.leaves(tree):
+        axes |= varying_in(jax.typeof(leaf))
+    return axes
 
 
-def device_axes() -> tuple[str, ...]:
+def device_axes() -> Axes:
     """Return the manual axes: the mesh axes that an enclosing `shard_map` or `pmap` has bound."""
     return _axes_of(AxisType.Manual)
 
 
-def _axes_of(kind: AxisType) -> tuple[str, ...]:
+def _axes_of(kind: AxisType) -> Axes:
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(
-        name
-        for name, of_axis in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if of_axis == kind
-    )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind_of_axis in kinds if kind_of_axis == kind)
 
 
-def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
+def mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
     """Return the mesh on which the arrays in `tree` lie, otherwise the mesh that is set.
 
     Returns:
@@ -61,24 +63,19 @@ def mesh_of(tree: Any) -> Mesh | AbstractMesh | None:
     """
     if device_axes():
         return None
-    leaves = [
-        x
-        for x in jax.tree.leaves(tree)
-        if isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    ]
-    lying = [
-        jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-        for x in leaves
-    ]
-    meshes = {
-        sharding.mesh for sharding in lying if isinstance(sharding, NamedSharding)
-    }
-    around = jax.sharding.get_abstract_mesh()
-    candidates = [
-        *sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh)),
-        around,
-    ]
-    return next((mesh for mesh in candidates if mesh.size > 1), None)
+    meshes = set()
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.core.Tracer):
+            x = jax.typeof(x)
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            meshes.add(sharding.mesh)
+    # Prefer a mesh with devices.
+    candidates = sorted(meshes, key=lambda mesh: isinstance(mesh, AbstractMesh))
+    for mesh in [*candidates, jax.sharding.get_abstract_mesh()]:
+        if mesh.size > 1:
+            return mesh
+    return None
 
 
 def on_mesh(fn: Callable) -> Callable:
@@ -89,35 +86,40 @@ def on_mesh(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def within(*args, **kwargs):
-        mesh = (
-            mesh_of((args, kwargs)) if jax.sharding.get_abstract_mesh().empty else None
-        )
+        mesh = None
+        if jax.sharding.get_abstract_mesh().empty:
+            mesh = mesh_of((args, kwargs))
         if mesh is None:
             return fn(*args, **kwargs)
-        with jax.sharding.use_abstract_mesh(
-            mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        ):
+        if isinstance(mesh, Mesh):
+            mesh = mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(mesh):
             return fn(*args, **kwargs)
 
     return within
 
 
-def placed(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+def placed(
+    tree: PyTree,
+    mesh: Mesh | AbstractMesh | None,
+) -> PyTree:
     """Replicate arrays that are not on `mesh` over its devices. Tracers are unchanged."""
     if not isinstance(mesh, Mesh):
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def copied(x):
-        there = (
-            isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh
-        )
-        return x if there else jax.device_put(x, everywhere)
+        if isinstance(x, jax.core.Tracer) or getattr(x.sharding, "mesh", None) == mesh:
+            return x
+        return jax.device_put(x, everywhere)
 
     return jax.tree.map(copied, tree)
 
 
-def as_varying(tree: Any, axes: frozenset[str]) -> Any:
+def as_varying(
+    tree: PyTree,
+    axes: frozenset[str],
+) -> PyTree:
     """Mark every leaf of `tree` as varying over `axes`.
 
     Autodiff sums the gradient with respect to a replicated value over devices. The gradient with respect to a varying
@@ -131,18 +133,23 @@ def as_varying(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def zeros_of(fn: Callable, *args: Any) -> Any:
+def zeros_of(
+    fn: Callable,
+    *args: PyTree,
+) -> PyTree:
     """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
 
     def zeros(aval):
-        return as_varying(
-            lying_as(jnp.zeros(aval.shape, aval.dtype), aval), varying_in(aval)
-        )
+        zero = lying_as(jnp.zeros(aval.shape, aval.dtype), aval)
+        return as_varying(zero, varying_in(aval))
 
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
 
 
-def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
+def device_key(
+    key: jax.Array,
+    axes: frozenset[str],
+) -> jax.Array:
     """Return a PRNG key for this device by folding its index on the mesh axes `axes` into `key`.
 
     Under `pmap`, and under `shard_map` without its check, varying axes are unknown. Then all bound axes are used.
@@ -150,7 +157,9 @@ def device_key(key: jax.Array, axes: frozenset[str]) -> jax.Array:
     bound = device_axes()
     if bound and not varying_axes(lax.axis_index(bound[0])):
         axes = frozenset(bound)
-    return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes)))) if axes else key
+    if not axes:
+        return key
+    return jax.random.fold_in(key, lax.axis_index(tuple(sorted(axes))))
 
 
 def axis_size(axis_name: AxisName) -> int | None:
@@ -161,19 +170,24 @@ def axis_size(axis_name: AxisName) -> int | None:
         return None
 
 
-def dividing_axes(length: int) -> tuple[str, ...]:
+def dividing_axes(length: int) -> Axes:
     """Return the non-manual mesh axes whose devices can share `length` examples equally."""
-    mesh, devices = jax.sharding.get_abstract_mesh(), 1
-    axes: list[str] = []
-    for name, size, kind in zip(
-        mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-    ):
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = 1
+    axes = []
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        size = mesh.shape[name]
         if kind != AxisType.Manual and size > 1 and length % (devices * size) == 0:
-            axes, devices = [*axes, name], devices * size
+            axes.append(name)
+            devices *= size
     return tuple(axes)
 
 
-def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
+def sum_of_parts(
+    of: Callable[..., jax.Array],
+    limit: int,
+    *arrays: jax.Array,
+) -> jax.Array:
     """Split the examples into equal parts, apply a function to one part at a time, and return the sum of its results.
 
     Part `i` of `count` holds the examples `i`, `i + count`, `i + 2 count` and so on. If a batch is sharded over
@@ -193,33 +207,43 @@ def sum_of_parts(of: Callable[..., Any], limit: int, *arrays: jax.Array) -> Any:
         return of(*arrays)
     names = dividing_axes(arrays[0].shape[0])
 
-    def summed(*arrays):
-        n = arrays[0].shape[0]
-        count = n // next(size for size in range(min(n, limit), 0, -1) if n % size == 0)
-        if count == 1:
-            return of(*arrays)
-        parts = [x.reshape(n // count, count, *x.shape[1:]) for x in arrays]
-
-        def take(k):
-            return [
-                lax.dynamic_index_in_dim(x, k, axis=1, keepdims=False) for x in parts
-            ]
-
-        start = zeros_of(lambda: of(*take(0)))
-        return lax.scan(
-            lambda total, k: (total + of(*take(k)), None), start, jnp.arange(count)
-        )[0]
-
+    summed = functools.partial(_sum_of_parts, of, limit)
     if not names:
         return summed(*arrays)
     sums = jax.shard_map(
-        lambda *shares: lax.psum(summed(*shares), names), in_specs=PartitionSpec(names), out_specs=PartitionSpec(),
+        lambda *shares: lax.psum(summed(*shares), names),
+        in_specs=PartitionSpec(names),
+        out_specs=PartitionSpec(),
         axis_names=set(names),
-    )  # fmt: skip
+    )
     return sums(*arrays)
 
 
-def explicit_axes() -> tuple[str, ...]:
+def _sum_of_parts(
+    of: Callable[..., jax.Array],
+    limit: int,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """Implement `sum_of_parts` for one device's share of the examples."""
+    n = arrays[0].shape[0]
+    size = min(n, limit)
+    while n % size:
+        size -= 1
+    count = n // size
+    if count == 1:
+        return of(*arrays)
+    parts = [x.reshape(size, count, *x.shape[1:]) for x in arrays]
+
+    def of_part(k):
+        return of(*(lax.dynamic_index_in_dim(x, k, 1, keepdims=False) for x in parts))
+
+    def add(total, k):
+        return total + of_part(k), None
+
+    return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
+
+
+def explicit_axes() -> Axes:
     """Return the explicit mesh axes. An array's type tells its sharding over these axes."""
     return _axes_of(AxisType.Explicit)
 
@@ -227,15 +251,17 @@ def explicit_axes() -> tuple[str, ...]:
 def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     """Return a spec that keeps explicit axes only."""
     explicit = explicit_axes()
-    return PartitionSpec(
-        *(
-            tuple(name for name in axis_names(part) if name in explicit) or None
-            for part in spec
-        )
-    )
+    parts = []
+    for part in spec:
+        names = tuple(name for name in axis_names(part) if name in explicit)
+        parts.append(names or None)
+    return PartitionSpec(*parts)
 
 
-def whole(fn: Callable, like: Any = None) -> Callable:
+def whole(
+    fn: Callable,
+    like: PyTree = None,
+) -> Callable:
     """Wrap `fn` so that it treats the explicit mesh axes as automatic.
 
     Sums over sharded axes then need no explicit output sharding.
@@ -248,52 +274,48 @@ def whole(fn: Callable, like: Any = None) -> Callable:
         return fn
 
     def spec(x):
-        return (
-            explicit_part(x)
-            if isinstance(x, PartitionSpec)
-            else jax.typeof(x).sharding.spec
-        )
+        if isinstance(x, PartitionSpec):
+            return explicit_part(x)
+        return jax.typeof(x).sharding.spec
 
-    lies = jax.tree.map(
-        spec,
-        PartitionSpec() if like is None else like,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=lies)
+    if like is None:
+        like = PartitionSpec()
+    specs = jax.tree.map(spec, like, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=specs)
 
 
-def replicated(tree: Any) -> Any:
+def replicated(tree: PyTree) -> PyTree:
     """Replicate the arrays that are sharded over explicit mesh axes."""
 
     def copied(x):
         sharding = jax.typeof(x).sharding
-        return (
-            jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
-            if any(sharding.spec)
-            else x
-        )
+        if not any(sharding.spec):
+            return x
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
     return jax.tree.map(copied, tree)
 
 
-def lying_as(tree: Any, like: Any) -> Any:
+def lying_as(
+    tree: PyTree,
+    like: PyTree,
+) -> PyTree:
     """Reshard arrays over explicit mesh axes like the arrays in `like`."""
 
     def resharded(x, like):
-        sharding = (
-            like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)
-        ).sharding
-        return (
-            jax.reshard(x, sharding)
-            if sharding is not None and any(sharding.spec)
-            else x
-        )
+        aval = like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)
+        sharding = aval.sharding
+        if sharding is None or not any(sharding.spec):
+            return x
+        return jax.reshard(x, sharding)
 
     return jax.tree.map(resharded, tree, like)
 
 
 def split_along(
-    axes: AxisName | None, shape: tuple[int, ...], position: int
+    axes: AxisName | None,
+    shape: Sequence[int],
+    position: int,
 ) -> NamedSharding | None:
     """Return a sharding that splits one array axis over mesh axes.
 
@@ -305,12 +327,12 @@ def split_along(
     Returns:
       The sharding. None if `axes` is None, or if the number of devices does not divide the array axis.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if axes is None or shape[position] % math.prod(
-        mesh.shape[name] for name in axis_names(axes)
-    ):
+    if axes is None:
         return None
-    return NamedSharding(
-        mesh,
-        PartitionSpec(*(axes if k == position else None for k in range(len(shape)))),
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[name] for name in axis_names(axes))
+    if shape[position] % devices:
+        return None
+    spec: list[AxisName | None] = [None] * len(shape)
+    spec[position] = axes
+    return NamedSharding(mesh, PartitionSpec(*spec))

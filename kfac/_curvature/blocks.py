@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from kfac._checks import check_by_layer
 from kfac._curvature.inverse import Inverse
@@ -27,8 +27,10 @@ from kfac._layers import (
     Layers,
     leaf_alone,
 )
+from kfac._packing import Shape
+from kfac._varying import PyTree
 
-Lying = Callable[[Layer, jax.Array], jax.Array]
+LayOut = Callable[[Layer, jax.Array], jax.Array]
 
 # Register the block kinds. A new kind needs a class and an entry here.
 BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
@@ -65,7 +67,8 @@ class Group:
         names = ", ".join(layer.name for layer in self.layers)
         if len(names) <= 150:
             return names
-        return f"{names[:120]}... ({len(self.layers)} layers, {hashlib.sha256(names.encode()).hexdigest()[:8]})"
+        code = hashlib.sha256(names.encode()).hexdigest()[:8]
+        return f"{names[:120]}... ({len(self.layers)} layers, {code})"
 
     @property
     def captured(self) -> bool:
@@ -81,7 +84,7 @@ class Group:
         return self.block.sizes(self.layers[0])[1]
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """The shapes of one block's statistics by name. A Kronecker factor is `[d, d]`, or `[d]` if it is diagonal."""
         return self.block.shapes(self.layers[0])
 
@@ -109,38 +112,47 @@ class Group:
         """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
         return self.block.inverse(choice)
 
-    def moments(self, inverse: Inverse) -> tuple[int, ...] | None:
+    def moments(self, inverse: Inverse) -> Shape | None:
         """Return the shape of one block's moments, or None if `inverse` takes no moments or no member has any."""
-        return (
-            (self.d_out, self.d_in)
-            if self.correctable and self.inverse_of(inverse).takes_moments
-            else None
-        )
+        if self.correctable and self.inverse_of(inverse).takes_moments:
+            return self.d_out, self.d_in
+        return None
 
     def zeros(
-        self, size: int, dtype: Any, moments: tuple[int, ...] | None = None
+        self,
+        size: int,
+        dtype: DTypeLike,
+        moments: Shape | None = None,
     ) -> Block:
         """Return zero statistics for `size` blocks. `moments` is the shape of one block's moments, None without any."""
-        shapes = self.shapes | ({} if moments is None else {"moments": moments})
-        return self.block.statistics(
-            **{name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()}
-        )
+        shapes = self.shapes
+        if moments is not None:
+            shapes = shapes | {"moments": moments}
+        zeros = {
+            name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()
+        }
+        return self.block.statistics(**zeros)
 
     def stack_factors(
-        self, factors: Factors, moments: tuple[int, ...] | None = None
+        self,
+        factors: Factors,
+        moments: Shape | None = None,
     ) -> Block:
         """Stack the members' statistics to `[k, ...]`. Members without moments get zeros with the shape `moments`."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             block = self.block.stack(layer, factors[layer.name])
             if moments is not None and block.moments is None:
-                block = dataclasses.replace(
-                    block, moments=jnp.zeros((count, *moments), block.A.dtype)
-                )
+                zeros = jnp.zeros((count, *moments), block.A.dtype)
+                block = dataclasses.replace(block, moments=zeros)
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
-    def scaled(self, factors: Block, back: bool = False) -> Block:
+    def scaled(
+        self,
+        factors: Block,
+        back: bool = False,
+    ) -> Block:
         """Convert averaged results of `BlockKind.of_gradients` to block statistics, or with `back` the reverse.
 
         Captured statistics are returned unchanged.
@@ -153,21 +165,24 @@ class Group:
 
         If kernels are cut into pieces, or if only some members have a bias, the list holds only the group itself.
         """
-        widths = {
-            tuple(layout.size("in") for layout in layer.layouts)
-            for layer in self.layers
-        }
-        if len(widths) > 1 or any(layer.pieces > 1 for layer in self.layers):
+        widths = set()
+        for layer in self.layers:
+            if layer.pieces > 1:
+                return [self]
+            widths.add(tuple(layout.size("in") for layout in layer.layouts))
+        if len(widths) > 1:
             return [self]
-
-        by_leaf = [
-            [leaf_alone(x, k, width) for x in self.layers]
-            for k, width in enumerate(widths.pop())
-        ]
-        return [dataclasses.replace(self, layers=tuple(layers)) for layers in by_leaf]
+        groups = []
+        for k, width in enumerate(widths.pop()):
+            layers = tuple(leaf_alone(layer, k, width) for layer in self.layers)
+            groups.append(dataclasses.replace(self, layers=layers))
+        return groups
 
     def stack_matrices(
-        self, leaves: Mapping[str, jax.Array], dtype: Any, lying: Lying | None = None
+        self,
+        leaves: Mapping[str, jax.Array],
+        dtype: DTypeLike,
+        lay_out: LayOut | None = None,
     ) -> jax.Array:
         """Stack the members' leaves (gradients or parameters) to `[k, d_in, d_out]`, zeros for missing members.
 
@@ -177,20 +192,20 @@ class Group:
         Args:
           leaves: the leaves by path.
           dtype: the dtype of the stack.
-          lying: lays out a layer's matrices `[copies, d_out, d_in]` over a mesh before they are cut into pieces.
+          lay_out: lays out a layer's matrices `[copies, d_out, d_in]` over a mesh before they are cut into pieces.
         """
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
-            if layer.params[0] in leaves:
-                rows = layer.to_rows(
-                    [leaves[path].astype(dtype) for path in layer.params]
-                )
-                if layer.pieces > 1:
-                    matrix = rows.mT if lying is None else lying(layer, rows.mT)
-                    rows = layer.to_pieces(matrix).mT
-                matrices.append(rows)
-            else:
+            if layer.params[0] not in leaves:
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
+                continue
+            rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
+            if layer.pieces > 1:
+                matrix = rows.mT
+                if lay_out is not None:
+                    matrix = lay_out(layer, matrix)
+                rows = layer.to_pieces(matrix).mT
+            matrices.append(rows)
         return jnp.concatenate(matrices)
 
     @property
@@ -199,7 +214,9 @@ class Group:
         return tuple(itertools.accumulate(self.counts[:-1], initial=0))
 
     def split_matrices(
-        self, matrices: jax.Array, starts: Mapping[int, jax.Array]
+        self,
+        matrices: jax.Array,
+        starts: Mapping[int, jax.Array],
     ) -> dict[str, jax.Array]:
         """Split a stack into leaves by path: the inverse of `stack_matrices`.
 
@@ -209,23 +226,20 @@ class Group:
             constants for XLA, leaves of the same shape share one compiled kernel.
         """
         leaves: dict[str, jax.Array] = {}
-        for layer, count, start in zip(
-            self.layers, self.counts, self.starts, strict=True
-        ):
-            part = lax.dynamic_slice_in_dim(matrices, starts[start], count)
-            rows = layer.from_pieces(part.mT).mT if layer.pieces > 1 else part
+        members = zip(self.layers, self.counts, self.starts, strict=True)
+        for layer, count, start in members:
+            rows = lax.dynamic_slice_in_dim(matrices, starts[start], count)
+            if layer.pieces > 1:
+                rows = layer.from_pieces(rows.mT).mT
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
-    def split(self, stacks: Any) -> Iterator[tuple[Layer, Any]]:
+    def split(self, stacks: PyTree) -> Iterator[tuple[Layer, PyTree]]:
         """Yield each member with its part of `stacks`, a tree with leaves `[k, ...]`."""
         leaves, treedef = jax.tree.flatten(stacks)
-        for layer, *parts in zip(
-            self.layers,
-            *(jnp.split(leaf, self.starts[1:]) for leaf in leaves),
-            strict=True,
-        ):
-            yield layer, jax.tree.unflatten(treedef, parts)
+        parts = [jnp.split(leaf, self.starts[1:]) for leaf in leaves]
+        for k, layer in enumerate(self.layers):
+            yield layer, jax.tree.unflatten(treedef, [part[k] for part in parts])
 
 
 def group_layers(layers: Layers) -> tuple[Group, ...]:
@@ -233,20 +247,24 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
         d_in, d_out = layer.block.sizes(layer)
+        source = "" if layer.captured else "gradient_"
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        name = f"{'' if layer.captured else 'gradient_'}{layer.block.name}_{d_out}x{d_in}{form}"
+        name = f"{source}{layer.block.name}_{d_out}x{d_in}{form}"
         members.setdefault(name, []).append(layer)
-    # Sort the members by name, so that the block order in a state does not depend on the program.
-    groups = [
-        Group(name, tuple(sorted(alike, key=lambda layer: layer.name)))
-        for name, alike in members.items()
-    ]
-    return tuple(
-        sorted(groups, key=lambda group: min(layer.order for layer in group.layers))
-    )
+    groups = []
+    for name, group_members in members.items():
+        # Sort the members by name, so that the block order in a state does not depend on the program.
+        group_members.sort(key=lambda layer: layer.name)
+        groups.append(Group(name, tuple(group_members)))
+    groups.sort(key=lambda group: min(layer.order for layer in group.layers))
+    return tuple(groups)
 
 
-def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) -> None:
+def check_factors(
+    factors: object,
+    layers: Layers,
+    inverse: Inverse | None = None,
+) -> None:
     """Check that `factors` belong to `layers`, and with an `inverse` also the gradients and moments that it needs.
 
     Raises:
@@ -259,26 +277,19 @@ def check_factors(factors: Any, layers: Layers, inverse: Inverse | None = None) 
         raise ValueError(
             f"factors must be what kfac.statistics returns, but is {kind}: write {how}"
         )
-    check_by_layer(
-        "factors",
-        factors,
-        layers.with_factors,
-        "they must be of the layers of this optimizer",
-    )
-    own = {
-        path: shape
-        for layer in layers.with_gradient_factors
-        for path, shape in zip(layer.params, layer.shapes, strict=True)
-    }
-    shapes = {path: tuple(x.shape) for path, x in factors.gradients.items()}
-    if inverse is not None and own != shapes:
-        path = next(
-            path for path in [*own, *shapes] if own.get(path) != shapes.get(path)
-        )
-        raise ValueError(
-            f"factors.gradients must hold the gradient of {path!r} with the shape {own.get(path)}, but has "
-            f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"
-        )
+    how = "they must be of the layers of this optimizer"
+    check_by_layer("factors", factors, layers.with_factors, how)
+    if inverse is None:
+        return
+    expected: dict[str, Shape] = {}
+    for layer in layers.with_gradient_factors:
+        expected.update(zip(layer.params, layer.shapes, strict=True))
+    shapes = {path: x.shape for path, x in factors.gradients.items()}
+    for path in [*expected, *shapes]:
+        if expected.get(path) != shapes.get(path):
+            raise ValueError(
+                f"factors.gradients must hold the gradient of {path!r} with the shape {expected.get(path)}, but has "
+                f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"
+            )
     for layer in layers.with_factors:
-        if inverse is not None:
-            inverse.check(layer, factors[layer.name])
+        inverse.check(layer, factors[layer.name])

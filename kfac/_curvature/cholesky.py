@@ -8,14 +8,14 @@ for which damping matters most.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from kfac._curvature.eigh import decompose, eigenvalues
+from kfac._curvature.eigh import block_eigenvalues, decompose_factors, eigenvalues
 from kfac._curvature.inverse import Inverse, aligned, identities, product
 from kfac._factors import Kronecker, diagonals, is_diagonal
 
@@ -54,73 +54,67 @@ class Cholesky(Inverse):
         on_a, on_g = split_damping(factors, damping)
         a, condition_a = invert_damped(factors.A, on_a, kept.A.dtype)
         g, condition_g = invert_damped(factors.G, on_g, kept.G.dtype)
-        both = (condition_a > 0) & (condition_g > 0)
-        return Kronecker(a, g), jnp.where(
-            both, jnp.maximum(condition_a, condition_g), 0
-        )
+        usable = (condition_a > 0) & (condition_g > 0)
+        condition = jnp.where(usable, jnp.maximum(condition_a, condition_g), 0)
+        return Kronecker(a, g), condition
 
     def apply(self, kept, matrices, damping):
         """Return `G^-1 V A^-1`."""
-        del damping  # the inverses contain the damping of their refresh
-        dtype, wide = kept.A.dtype, matrices.dtype
+        # The inverses contain the damping of their refresh.
+        dtype = kept.A.dtype
+        wide = matrices.dtype
         # Compute the transpose, because most kernels and their gradients have the output axis last in memory.
-        left = "ka" if is_diagonal(kept.A) else "kab"
-        half = product(
-            f"{left},k{left[-1]}c->kac",
-            self.precision,
-            dtype,
-            wide,
-            kept.A,
-            matrices.mT,
-        )
+        left = "ka,kac->kac" if is_diagonal(kept.A) else "kab,kbc->kac"
+        half = product(left, self.precision, dtype, wide, kept.A, matrices.mT)
         right = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
         return product(right, self.precision, dtype, wide, half, kept.G).mT
 
     def spectrum(self, kept, factors, damping):
         """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
-        basis = Kronecker(
-            *(decompose(factor, factor.dtype) for factor in (factors.A, factors.G))
-        )
-        g, a = (
-            eigenvalues(basis.G) + on_g[:, None],
-            eigenvalues(basis.A) + on_a[:, None],
-        )
-        return basis, g[:, :, None] * a[:, None, :]
+        basis = decompose_factors(factors, factors.A.dtype)
+        a = eigenvalues(basis.A) + on_a[:, None]
+        g = eigenvalues(basis.G) + on_g[:, None]
+        return basis, block_eigenvalues(Kronecker(a, g))
 
 
 def split_damping(
-    factors: Kronecker, damping: jax.Array
+    factors: Kronecker,
+    damping: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the factored Tikhonov damping for `A` and for `G`, each `[k]`, from `damping` `[k]`.
 
     With `pi^2 = (tr A / dim A) / (tr G / dim G)`, the diagonal of `A` gets `pi sqrt(damping)`, and the diagonal of `G`
     gets `sqrt(damping) / pi` (Martens & Grosse 2015, section 6.3). If a trace is zero, `pi` is 1.
     """
-    a, g = (jnp.mean(diagonals(stack), axis=1) for stack in (factors.A, factors.G))
+    a = jnp.mean(diagonals(factors.A), axis=1)
+    g = jnp.mean(diagonals(factors.G), axis=1)
     usable = (a > 0) & (g > 0)
-    pi = jnp.where(
-        usable, jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1)), 1
-    )
+    ratio = jnp.sqrt(jnp.where(usable, a, 1)) / jnp.sqrt(jnp.where(usable, g, 1))
+    pi = jnp.where(usable, ratio, 1)
     root = jnp.sqrt(damping.astype(pi.dtype))
     return pi * root, root / pi
 
 
-def add_diagonal(stack: jax.Array, amount: jax.Array) -> jax.Array:
+def add_diagonal(
+    stack: jax.Array,
+    amount: jax.Array,
+) -> jax.Array:
     """Return `stack[k] + amount[k] I`."""
     k, d = stack.shape[:2]
     diagonal = jnp.broadcast_to(amount[:, None], (k, d))
     if not is_diagonal(stack):
         # The diagonal is every (d + 1)-th element of a matrix. If an identity matrix were used instead, XLA would keep
         # it in memory through the loop over all blocks.
-        diagonal = lax.pad(
-            diagonal, jnp.zeros((), diagonal.dtype), [(0, 0, 0), (0, 0, d)]
-        ).reshape(stack.shape)
+        zero = jnp.zeros((), diagonal.dtype)
+        diagonal = lax.pad(diagonal, zero, [(0, 0, 0), (0, 0, d)]).reshape(stack.shape)
     return stack + diagonal
 
 
 def invert_damped(
-    stack: jax.Array, amount: jax.Array, dtype: Any
+    stack: jax.Array,
+    amount: jax.Array,
+    dtype: DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the inverses of `stack[k] + amount[k] I` in `dtype`, and the condition numbers in the 1-norm.
 
@@ -133,8 +127,24 @@ def invert_damped(
     return inverse.astype(dtype), jnp.where(jnp.isfinite(condition), condition, 0)
 
 
-# A lower triangular matrix, split into halves: `(first, corner, last)` represents `[[first, 0], [corner, last]]`.
-Lower = jax.Array | tuple["Lower", jax.Array, "Lower"]
+class Halves(NamedTuple):
+    """A Cholesky factor `L = [[L1, 0], [C, L2]]` and its inverse `W = [[W1, 0], [B, W2]]`.
+
+    Attributes:
+      first: `L1` and `W1`.
+      corner: `C`.
+      below: `B`.
+      last: `L2` and `W2`.
+    """
+
+    first: Factorisation
+    corner: jax.Array
+    below: jax.Array
+    last: Factorisation
+
+
+# A Cholesky factor and its inverse. A small factor is not split, and only its inverse `W` is kept.
+Factorisation = jax.Array | Halves
 
 
 def spd_inverse(stack: jax.Array) -> jax.Array:
@@ -150,99 +160,102 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
     """
     if is_diagonal(stack):
         return jnp.where(stack > 0, 1 / stack, jnp.nan)
-    return _gram(factorise(stack)[1])
+    return _gram(factorise(stack))
 
 
-def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+def exact_product(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Multiply stacks of matrices without reduced precision.
 
     On CUDA, a float32 product is computed as six products between bfloat16 parts. The parts hold all 24 bits of a
     float32 number, and the sums are in float32, so the error is no larger than float32's own. At an H100's peak rates,
     the six products take 0.4 times as long as the float32 product.
     """
-    exact = functools.partial(jnp.matmul, precision="highest")
-    return lax.platform_dependent(
-        a, b, cuda=_sixfold if a.dtype == jnp.float32 else exact, default=exact
-    )
+
+    def exact(a, b):
+        return jnp.matmul(a, b, precision="highest")
+
+    cuda = _sixfold if a.dtype == jnp.float32 else exact
+    return lax.platform_dependent(a, b, cuda=cuda, default=exact)
 
 
-def _sixfold(a: jax.Array, b: jax.Array) -> jax.Array:
-    rows, columns = a.shape[-2], b.shape[-1]
+def _sixfold(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
+    rows = a.shape[-2]
+    columns = b.shape[-1]
     product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
     return product[..., :rows, :columns]
 
 
-def factorise(stack: jax.Array) -> tuple[Lower, Lower]:
-    """Return the Cholesky factor `L` of symmetric positive definite matrices `[k, d, d]`, and its inverse `W`."""
+def factorise(stack: jax.Array) -> Factorisation:
+    """Compute the Cholesky factors of symmetric positive definite matrices `[k, d, d]`, and their inverses."""
     d = stack.shape[-1]
     if d <= LEAF:
         # LAPACK expects column-major matrices. Passing the transpose, which is equal by symmetry, saves XLA a copy.
         factor = lax.linalg.cholesky(stack.mT, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
-        return factor, lax.linalg.triangular_solve(
-            factor, identity, left_side=True, lower=True
-        )
+        return lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     h = d // 2
-    first, inverse = factorise(stack[:, :h, :h])
-    corner = solve(stack[:, h:, :h], first, inverse)
-    last, inverse_of_last = factorise(
-        stack[:, h:, h:] - exact_product(corner, corner.mT)
-    )
-    below = -_from_left(inverse_of_last, _from_right(corner, inverse))
-    return (first, corner, last), (inverse, below, inverse_of_last)
+    first = factorise(stack[:, :h, :h])
+    corner = solve(stack[:, h:, :h], first)
+    last = factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
+    below = -_from_left(last, _from_right(corner, first))
+    return Halves(first, corner, below, last)
 
 
-def solve(b: jax.Array, factor: Lower, inverse: Any) -> jax.Array:
-    """Return `B L^-T` for `L = factor`. Only the diagonal blocks of `inverse = L^-1` are used."""
-    if not isinstance(factor, tuple):
-        return exact_product(b, inverse.mT)
-    first, corner, last = factor
-    h = corner.shape[-1]
-    left = solve(b[:, :, :h], first, inverse[0])
-    right = solve(b[:, :, h:] - exact_product(left, corner.mT), last, inverse[2])
-    return jnp.concatenate([left, right], axis=2)
+def solve(
+    b: jax.Array,
+    factor: Factorisation,
+) -> jax.Array:
+    """Return `B L^-T`. Of the inverse, only the diagonal blocks are used."""
+    if not isinstance(factor, Halves):
+        return exact_product(b, factor.mT)
+    h = factor.corner.shape[-1]
+    left = solve(b[:, :, :h], factor.first)
+    rest = b[:, :, h:] - exact_product(left, factor.corner.mT)
+    return jnp.concatenate([left, solve(rest, factor.last)], axis=2)
 
 
-def _from_left(lower: Lower, b: jax.Array) -> jax.Array:
-    """Return `W B` for `W = lower`."""
-    if not isinstance(lower, tuple):
-        return exact_product(lower, b)
-    first, corner, last = lower
-    h = corner.shape[-1]
-    top, bottom = b[:, :h], b[:, h:]
-    return jnp.concatenate(
-        [_from_left(first, top), exact_product(corner, top) + _from_left(last, bottom)],
-        axis=1,
-    )
+def _from_left(
+    factor: Factorisation,
+    b: jax.Array,
+) -> jax.Array:
+    """Return `W B`."""
+    if not isinstance(factor, Halves):
+        return exact_product(factor, b)
+    h = factor.below.shape[-1]
+    top = _from_left(factor.first, b[:, :h])
+    bottom = exact_product(factor.below, b[:, :h]) + _from_left(factor.last, b[:, h:])
+    return jnp.concatenate([top, bottom], axis=1)
 
 
-def _from_right(b: jax.Array, lower: Lower) -> jax.Array:
-    """Return `B W` for `W = lower`."""
-    if not isinstance(lower, tuple):
-        return exact_product(b, lower)
-    first, corner, last = lower
-    h = corner.shape[-1]
-    left, right = b[:, :, :h], b[:, :, h:]
-    return jnp.concatenate(
-        [
-            _from_right(left, first) + exact_product(right, corner),
-            _from_right(right, last),
-        ],
-        axis=2,
-    )
+def _from_right(
+    b: jax.Array,
+    factor: Factorisation,
+) -> jax.Array:
+    """Return `B W`."""
+    if not isinstance(factor, Halves):
+        return exact_product(b, factor)
+    h = factor.below.shape[-1]
+    right = b[:, :, h:]
+    left = _from_right(b[:, :, :h], factor.first) + exact_product(right, factor.below)
+    return jnp.concatenate([left, _from_right(right, factor.last)], axis=2)
 
 
-def _gram(lower: Lower) -> jax.Array:
-    """Return `W^T W` for `W = lower`, symmetric to the last bit."""
-    if not isinstance(lower, tuple):
-        return _symmetric(exact_product(lower.mT, lower))
-    first, corner, last = lower
-    top = _gram(first) + _symmetric(exact_product(corner.mT, corner))
-    beside = _from_right(corner.mT, last)
+def _gram(factor: Factorisation) -> jax.Array:
+    """Return `W^T W`, symmetric to the last bit."""
+    if not isinstance(factor, Halves):
+        return _symmetric(exact_product(factor.mT, factor))
+    below = factor.below
+    top = _gram(factor.first) + _symmetric(exact_product(below.mT, below))
+    beside = _from_right(below.mT, factor.last)
     upper = jnp.concatenate([top, beside], axis=2)
-    return jnp.concatenate(
-        [upper, jnp.concatenate([beside.mT, _gram(last)], axis=2)], axis=1
-    )
+    lower = jnp.concatenate([beside.mT, _gram(factor.last)], axis=2)
+    return jnp.concatenate([upper, lower], axis=1)
 
 
 def _symmetric(stack: jax.Array) -> jax.Array:
@@ -250,7 +263,7 @@ def _symmetric(stack: jax.Array) -> jax.Array:
 
 
 def _one_norm(stack: jax.Array) -> jax.Array:
-    return jnp.max(
-        jnp.abs(stack) if is_diagonal(stack) else jnp.sum(jnp.abs(stack), axis=-2),
-        axis=-1,
-    )
+    columns = jnp.abs(stack)
+    if not is_diagonal(stack):
+        columns = jnp.sum(columns, axis=-2)
+    return jnp.max(columns, axis=-1)

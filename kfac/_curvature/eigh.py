@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kfac._curvature.inverse import (
     Inverse,
@@ -48,49 +49,60 @@ class Eigh(Inverse):
     def init(self, factors):
         """Return identities. A diagonal factor has eigenvalues only."""
         dtype = self.kept_dtype(factors.A.dtype)
-        return Kronecker(unturned(factors.A, dtype), unturned(factors.G, dtype))
+        return Kronecker(
+            identity_basis(factors.A, dtype), identity_basis(factors.G, dtype)
+        )
 
     def refresh(self, kept, factors, damping):
         """Decompose both factors."""
-        del kept  # the new decompositions do not depend on the old state
-        dtype = self.kept_dtype(factors.A.dtype)
-        new = Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
-        return new, condition_of(
-            ends(eigenvalues(new.A)), ends(eigenvalues(new.G)), damping
-        )
+        # The new decompositions do not depend on the old state.
+        new = decompose_factors(factors, self.kept_dtype(factors.A.dtype))
+        a = eigenvalue_range(eigenvalues(new.A))
+        g = eigenvalue_range(eigenvalues(new.G))
+        return new, condition_of(a, g, damping)
 
     def spectrum(self, kept, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
-        basis = Kronecker(
-            *(decompose(factor, factor.dtype) for factor in (factors.A, factors.G))
-        )
+        basis = decompose_factors(factors, factors.A.dtype)
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 
     def apply(self, kept, matrices, damping):
         """Divide the gradients by the damped eigenvalues in the eigenbasis."""
-        damping = damping_of_blocks(
-            self, Kronecker(eigenvalues(kept.A), eigenvalues(kept.G)), damping
-        )
+        factors = Kronecker(eigenvalues(kept.A), eigenvalues(kept.G))
+        damping = damping_of_blocks(self, factors, damping)
         values = block_eigenvalues(kept)
-        damping = per_block(
-            jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype), values
-        )
-        scaled = rotate(matrices, kept, self.precision, back=False) / (values + damping)
+        damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
+        scaled = rotate(matrices, kept, self.precision, back=False)
+        scaled = scaled / (values + per_block(damping, values))
         return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
 
 
-def unturned(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
+def identity_basis(
+    stack: jax.Array,
+    dtype: DTypeLike,
+) -> Eigen | jax.Array:
     """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`.
 
     For diagonals `[k, d]`, return the eigenvalues only, which are ones.
     """
     values = jnp.ones(stack.shape[:2], stack.dtype)
-    return (
-        values if is_diagonal(stack) else Eigen(identities(stack.shape, dtype), values)
-    )
+    if is_diagonal(stack):
+        return values
+    return Eigen(identities(stack.shape, dtype), values)
 
 
-def decompose(stack: jax.Array, dtype: Any) -> Eigen | jax.Array:
+def decompose_factors(
+    factors: Kronecker,
+    dtype: DTypeLike,
+) -> Kronecker:
+    """Apply `decompose` to both factors."""
+    return Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
+
+
+def decompose(
+    stack: jax.Array,
+    dtype: DTypeLike,
+) -> Eigen | jax.Array:
     """Return eigenvectors in `dtype` and eigenvalues of symmetric matrices `[k, d, d]`.
 
     For diagonals `[k, d]`, return the eigenvalues only. Negative eigenvalues become 0, because rounding can make the
@@ -116,52 +128,50 @@ def block_eigenvalues(inverse: Kronecker) -> jax.Array:
     products = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
     if inverse.moments is None:
         return products
-    return jnp.where(
-        inverse.moments.weight[:, None, None] > 0, inverse.moments.average, products
-    )
+    has_moments = inverse.moments.weight[:, None, None] > 0
+    return jnp.where(has_moments, inverse.moments.average, products)
 
 
-Ends = tuple[
-    jax.Array, jax.Array
-]  # the smallest and the largest eigenvalue of `k` matrices, `[k]` each
+class EigenvalueRange(NamedTuple):
+    """The smallest and the largest eigenvalue of `k` matrices, `[k]` each, or two numbers."""
+
+    low: jax.Array | float
+    high: jax.Array | float
 
 
-def ends(values: jax.Array) -> Ends:
-    """Return the smallest and the largest eigenvalue of each matrix, `[k]` each, from `[k, d]`."""
-    return jnp.min(values, axis=1), jnp.max(values, axis=1)
+def eigenvalue_range(values: jax.Array) -> EigenvalueRange:
+    """Return the range of eigenvalues `[k, d]`."""
+    return EigenvalueRange(jnp.min(values, axis=1), jnp.max(values, axis=1))
 
 
-def condition_of(a: Ends, g: Any, damping: jax.Array) -> jax.Array:
-    """Return the condition numbers `[k]` of blocks `A (x) G` with `damping` `[k]`.
-
-    Args:
-      a: the smallest and the largest eigenvalue of each `A`.
-      g: the same for each `G`, or two numbers.
-      damping: `[k]`.
-    """
-    # Rounding can make the eigenvalues of a second moment negative. If a schedule returns zero or NaN for the damping,
-    # the condition number must still not mark the decompositions as failed.
-    damping = jnp.where(damping > 0, damping, 0).astype(a[0].dtype)
-    low, high = (
-        jnp.maximum(x, 0) * jnp.maximum(y, 0) + damping
-        for x, y in zip(a, g, strict=True)
-    )
-    return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))  # NaN stays
+def condition_of(
+    a: EigenvalueRange,
+    g: EigenvalueRange,
+    damping: jax.Array,
+) -> jax.Array:
+    """Return the condition numbers `[k]` of blocks `A (x) G` with `damping` `[k]`."""
+    # If a schedule returns zero or NaN for the damping, the condition number must still not mark the decompositions as
+    # failed.
+    damping = jnp.where(damping > 0, damping, 0).astype(jnp.result_type(a.low))
+    # Rounding can make the eigenvalues of a second moment negative.
+    low = jnp.maximum(a.low, 0) * jnp.maximum(g.low, 0) + damping
+    high = jnp.maximum(a.high, 0) * jnp.maximum(g.high, 0) + damping
+    # NaN stays.
+    return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))
 
 
 def rotate(
-    matrices: jax.Array, inverse: Kronecker, precision: str, *, back: bool
+    matrices: jax.Array,
+    inverse: Kronecker,
+    precision: str,
+    *,
+    back: bool,
 ) -> jax.Array:
     """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
 
-    def by_aligned_products(matrices, vectors):
-        rows, columns = matrices.shape[1:]
-        return by_products(aligned(matrices), jax.tree.map(aligned, vectors))[
-            :, :rows, :columns
-        ]
-
-    def by_products(matrices, vectors):
-        g, a = vectors
+    def by_products(matrices, basis):
+        g = basis.G
+        a = basis.A
         if g is not None:
             left = "kab,kbc->kac" if back else "kba,kbc->kac"
             matrices = product(left, precision, g.dtype, matrices.dtype, g, matrices)
@@ -170,10 +180,17 @@ def rotate(
             matrices = product(right, precision, a.dtype, matrices.dtype, matrices, a)
         return matrices
 
-    vectors = [
-        side.vectors if isinstance(side, Eigen) else None
-        for side in (inverse.G, inverse.A)
-    ]
+    def by_aligned_products(matrices, basis):
+        rows, columns = matrices.shape[1:]
+        aligned_basis = jax.tree.map(aligned, basis)
+        return by_products(aligned(matrices), aligned_basis)[:, :rows, :columns]
+
+    basis = Kronecker(_vectors(inverse.A), _vectors(inverse.G))
     return lax.platform_dependent(
-        matrices, vectors, cuda=by_aligned_products, default=by_products
+        matrices, basis, cuda=by_aligned_products, default=by_products
     )
+
+
+def _vectors(side: Eigen | jax.Array | None) -> jax.Array | None:
+    """Return one side's eigenvectors, or None for the identity."""
+    return side.vectors if isinstance(side, Eigen) else None

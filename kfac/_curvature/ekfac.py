@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.typing import DTypeLike
 
 from kfac._checks import check_shapes
-from kfac._curvature.eigh import Eigh, block_eigenvalues, condition_of, ends
+from kfac._curvature.eigh import (
+    EigenvalueRange,
+    Eigh,
+    block_eigenvalues,
+    condition_of,
+    eigenvalue_range,
+)
 from kfac._curvature.inverse import averaged, product
 from kfac._factors import Eigen, Kronecker
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Multiply stacks on tensor cores. The error of 1e-5 is far smaller than the moments' own error."""
     return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
@@ -65,21 +74,19 @@ class Ekfac(Eigh):
         inverse = super().init(factors)
         if factors.moments is None:
             return inverse
-        return dataclasses.replace(
-            inverse,
-            moments=Moments(factors.moments, jnp.zeros_like(factors.moments[:, 0, 0])),
-        )
+        weight = jnp.zeros_like(factors.moments[:, 0, 0])
+        return dataclasses.replace(inverse, moments=Moments(factors.moments, weight))
 
     def refresh(self, kept, factors, damping):
         """Decompose both factors, and transform the moments to the new basis."""
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        turned = between_bases(kept.moments.average, kept, new, squared_turn)
-        new = dataclasses.replace(new, moments=kept.moments._replace(average=turned))
-        return new, condition_of(
-            ends(block_eigenvalues(new).reshape(len(damping), -1)), (1.0, 1.0), damping
-        )
+        average = between_bases(kept.moments.average, kept, new, squared_basis_change)
+        new = dataclasses.replace(new, moments=kept.moments._replace(average=average))
+        values = block_eigenvalues(new).reshape(len(damping), -1)
+        one = EigenvalueRange(1.0, 1.0)
+        return new, condition_of(eigenvalue_range(values), one, damping)
 
     def spectrum(self, kept, factors, damping):
         """Return the stored eigenvectors and the damped moments.
@@ -91,12 +98,8 @@ class Ekfac(Eigh):
 
         def along(side, factor):
             q = side.vectors.astype(factor.dtype)
-            return Eigen(
-                q,
-                jnp.einsum(
-                    "kji,kjl,kli->ki", q, factor, q, precision=lax.Precision.HIGHEST
-                ),
-            )
+            values = jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision="highest")
+            return Eigen(q, values)
 
         basis = Kronecker(along(kept.A, factors.A), along(kept.G, factors.G))
         values = block_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
@@ -104,16 +107,15 @@ class Ekfac(Eigh):
 
     def absorb(self, kept, moments, decay, taken):
         """Update the running average of the moments."""
-        average, weight = averaged(
-            kept.moments.average, kept.moments.weight, moments, decay, taken
-        )
+        old = kept.moments
+        average, weight = averaged(old.average, old.weight, moments, decay, taken)
         return dataclasses.replace(kept, moments=Moments(average, weight))
 
     def basis(self, kept):
         """Return the eigenvectors, or None for a stack without moments."""
-        return (
-            None if kept.moments is None else Kronecker(kept.A.vectors, kept.G.vectors)
-        )
+        if kept.moments is None:
+            return None
+        return Kronecker(kept.A.vectors, kept.G.vectors)
 
     def check(self, layer, block):
         """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
@@ -129,29 +131,39 @@ class Ekfac(Eigh):
 
 
 def between_bases(
-    matrices: jax.Array, old: Kronecker, new: Kronecker, of: Callable[..., jax.Array]
+    matrices: jax.Array,
+    old: Kronecker,
+    new: Kronecker,
+    of: Callable[..., jax.Array],
 ) -> jax.Array:
     """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
+    dtype = matrices.dtype
     if isinstance(new.G, Eigen):
-        matrices = _product(of(old.G.vectors, new.G.vectors, matrices.dtype), matrices)
+        matrices = _product(of(old.G.vectors, new.G.vectors, dtype), matrices)
     if isinstance(new.A, Eigen):
-        matrices = _product(
-            matrices, of(old.A.vectors, new.A.vectors, matrices.dtype).mT
-        )
+        matrices = _product(matrices, of(old.A.vectors, new.A.vectors, dtype).mT)
     return matrices
 
 
-def turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
+def basis_change(
+    old: jax.Array,
+    new: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
     return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
-def squared_turn(old: jax.Array, new: jax.Array, dtype: Any) -> jax.Array:
+def squared_basis_change(
+    old: jax.Array,
+    new: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return the elementwise squares of `Q_new^T Q_old` in `dtype`, which transform moments `s` `[k, d_out, d_in]`.
 
     Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is
     `(T_G * T_G) s (T_A * T_A)^T`. The moments hardly change if the basis has moved little, and their sum never changes.
     """
-    square = jnp.square(turn(old, new, dtype))
+    square = jnp.square(basis_change(old, new, dtype))
     # Normalise each column's sum to 1, so that the moments keep their sum even if eigenvectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)

@@ -11,10 +11,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from kfac._checks import check, check_type
-from kfac._factors import per_block
+from kfac._factors import per_block, safe_ratio
 from kfac._layers import Layer
+from kfac._packing import Shape, pad_end
+from kfac._varying import PyTree
 
 
 class Momentum(NamedTuple):
@@ -23,11 +26,17 @@ class Momentum(NamedTuple):
     decay: jax.Array
     nesterov: bool
 
-    def moved(self, trace: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def moved(
+        self,
+        trace: jax.Array,
+        new: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the new trace and the step direction."""
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
-        return trace, decay * trace + new if self.nesterov else trace
+        if not self.nesterov:
+            return trace, trace
+        return trace, decay * trace + new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +118,10 @@ class Inverse(abc.ABC):
 
     @abc.abstractmethod
     def refresh(
-        self, kept: Any, factors: Any, damping: jax.Array
+        self,
+        kept: Any,
+        factors: Any,
+        damping: jax.Array,
     ) -> tuple[Any, jax.Array]:
         """Compute the state from the factors.
 
@@ -125,7 +137,12 @@ class Inverse(abc.ABC):
         """
 
     @abc.abstractmethod
-    def apply(self, kept: Any, matrices: jax.Array, damping: jax.Array) -> jax.Array:
+    def apply(
+        self,
+        kept: Any,
+        matrices: jax.Array,
+        damping: jax.Array,
+    ) -> jax.Array:
         """Precondition gradients.
 
         Args:
@@ -140,7 +157,10 @@ class Inverse(abc.ABC):
         """
 
     def spectrum(
-        self, kept: Any, factors: Any, damping: jax.Array
+        self,
+        kept: Any,
+        factors: Any,
+        damping: jax.Array,
     ) -> tuple[Any, jax.Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
@@ -157,14 +177,17 @@ class Inverse(abc.ABC):
         Raises:
           ValueError: the inverse has no eigenvectors, which is the default.
         """
-        del kept, factors, damping
         raise ValueError(
             f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
             "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
         )
 
     def absorb(
-        self, kept: Any, moments: jax.Array, decay: jax.Array, taken: jax.Array
+        self,
+        kept: Any,
+        moments: jax.Array,
+        decay: jax.Array,
+        taken: jax.Array,
     ) -> Any:
         """Update the state with moments, if the inverse `takes_moments`.
 
@@ -177,7 +200,6 @@ class Inverse(abc.ABC):
         Returns:
           The new state.
         """
-        del moments, decay, taken
         return kept
 
     def advance(
@@ -207,10 +229,13 @@ class Inverse(abc.ABC):
 
     def basis(self, kept: Any) -> Any:
         """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
-        del kept
         return None
 
-    def check(self, layer: Layer, block: Any) -> None:
+    def check(
+        self,
+        layer: Layer,
+        block: Any,
+    ) -> None:
         """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
         if getattr(block, "moments", None) is not None:
             what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
@@ -223,12 +248,16 @@ class Inverse(abc.ABC):
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
-def check_inverse(value: Any) -> None:
+def check_inverse(value: object) -> None:
     """Raise a `ValueError` if a value is not an `Inverse`."""
     check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
 
 
-def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax.Array:
+def damping_of_blocks(
+    inverse: Inverse,
+    factors: Any,
+    damping: jax.Array,
+) -> jax.Array:
     """Return each block's absolute damping, `[k]`.
 
     Args:
@@ -243,33 +272,41 @@ def damping_of_blocks(inverse: Inverse, factors: Any, damping: jax.Array) -> jax
     return damping * jnp.where(mean > 0, mean, 1)
 
 
-def sums(stacks: Sequence[jax.Array], first: int = 1) -> Sequence[jax.Array]:
+def sums(
+    stacks: Sequence[jax.Array],
+    first: int = 1,
+) -> Sequence[jax.Array]:
     """Sum stacks of equal shape over all axes from `first` on.
 
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
     """
     zeros = [jnp.zeros((), x.dtype) for x in stacks]
-    return lax.reduce(
-        stacks,
-        zeros,
-        lambda a, b: jax.tree.map(jnp.add, a, b),
-        tuple(range(first, stacks[0].ndim)),
-    )
+
+    def add(a, b):
+        return jax.tree.map(jnp.add, a, b)
+
+    return lax.reduce(stacks, zeros, add, tuple(range(first, stacks[0].ndim)))
 
 
-def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+def cosine(
+    a: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
     """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
-    return jnp.where(norms > 0, ab / jnp.where(norms > 0, norms, 1), 0)
+    return safe_ratio(ab, norms)
 
 
-def count_bytes(tree: Any) -> int:
+def count_bytes(tree: PyTree) -> int:
     """Return the total size of all arrays in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
+def finite(
+    stack: jax.Array,
+    dims: int = 1,
+) -> jax.Array:
     """Return for each entry along the first `dims` dimensions of `stack` whether all its numbers are finite.
 
     The test looks at their sum: NaN stays NaN, and infinities stay infinite or become NaN. Finite numbers whose sum
@@ -281,7 +318,11 @@ def finite(stack: jax.Array, dims: int = 1) -> jax.Array:
 
 
 def product(
-    spec: str, precision: str, dtype: Any, wide: Any, *operands: jax.Array
+    spec: str,
+    precision: str,
+    dtype: DTypeLike,
+    wide: DTypeLike,
+    *operands: jax.Array,
 ) -> jax.Array:
     """Compute an `einsum` of two operands in the arithmetic `precision`.
 
@@ -292,39 +333,40 @@ def product(
       wide: the dtype of the sums and the result.
       *operands: the two operands.
     """
+    operands = tuple(x.astype(dtype) for x in operands)
 
     def einsum(arithmetic, *operands):
         return jnp.einsum(
             spec, *operands, precision=arithmetic, preferred_element_type=wide
         )
 
-    narrow = [x.astype(dtype) for x in operands]
     if precision in ("float32", "bfloat16") or dtype != jnp.float32:
-        return einsum(lax.Precision.HIGHEST, *narrow)
-    high = functools.partial(
-        einsum, lax.Precision.HIGH
-    )  # TF32 on GPUs, three products on TPUs, float32 on CPUs
+        return einsum("highest", *operands)
+    # TF32 on GPUs, three products on TPUs, float32 on CPUs.
+    high = functools.partial(einsum, "high")
     if precision == "tensorfloat32":
-        return high(*narrow)
+        return high(*operands)
     thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
-    return lax.platform_dependent(*narrow, cuda=thrice, default=high)
+    return lax.platform_dependent(*operands, cuda=thrice, default=high)
 
 
-def aligned(stack: jax.Array, multiple: int = 8) -> jax.Array:
+def aligned(
+    stack: jax.Array,
+    multiple: int = 8,
+) -> jax.Array:
     """Pad the last two axes with zeros to a multiple, for products on tensor cores.
 
     Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
     took up to four times as long as products at the next even size. Axes shorter than 64 are not padded.
     """
-    missing = [-length % multiple if length >= 64 else 0 for length in stack.shape[-2:]]
-    if not any(missing):
-        return stack
-    return jnp.pad(
-        stack, [(0, 0)] * (stack.ndim - 2) + [(0, length) for length in missing]
-    )
+    missing = [-n % multiple if n >= 64 else 0 for n in stack.shape[-2:]]
+    return pad_end(stack, *missing)
 
 
-def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def identities(
+    shape: Shape,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)
@@ -332,8 +374,12 @@ def identities(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def averaged(
-    average: Any, weight: jax.Array, new: Any, decay: jax.Array, taken: jax.Array
-) -> tuple[Any, jax.Array]:
+    average: PyTree,
+    weight: jax.Array,
+    new: PyTree,
+    decay: jax.Array,
+    taken: jax.Array,
+) -> tuple[PyTree, jax.Array]:
     """Update a bias-corrected running average.
 
     The average is `F <- decay F + (1 - decay) F_new`, divided by the sum of its weights, so the first values are used

@@ -36,9 +36,11 @@ class KroneckerKind(BlockKind):
 
     def cells(self, layer):
         def cell(side, size, cut):
-            remarks = ["diagonal"] * (side in layer.diagonal) + [f"{cut} blocks"] * (
-                cut > 1
-            )
+            remarks = []
+            if side in layer.diagonal:
+                remarks.append("diagonal")
+            if cut > 1:
+                remarks.append(f"{cut} blocks")
             return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
         return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
@@ -48,41 +50,37 @@ class KroneckerKind(BlockKind):
 
         Pieces in the same columns share `A`, and pieces in the same rows share `G`.
         """
-        block = block if layer.stacked else jax.tree.map(lambda x: x[None], block)
+        if not layer.stacked:
+            block = jax.tree.map(lambda x: x[None], block)
         if layer.pieces == 1:
             return block
-        a, g = (_with_pieces(layer, side, getattr(block, side)) for side in "AG")
-        a, g = (
-            jnp.repeat(a[:, None], layer.cut[1], axis=1),
-            jnp.repeat(g[:, :, None], layer.cut[0], axis=2),
-        )
-        return Kronecker(*(x.reshape(-1, *x.shape[3:]) for x in (a, g)))
+        cut_a, cut_g = layer.cut
+        a = _with_pieces(layer, "A", block.A)[:, None]
+        g = _with_pieces(layer, "G", block.G)[:, :, None]
+        a = jnp.repeat(a, cut_g, axis=1)
+        g = jnp.repeat(g, cut_a, axis=2)
+        return Kronecker(a.reshape(-1, *a.shape[3:]), g.reshape(-1, *g.shape[3:]))
 
     def unstack(self, layer, stack):
         if layer.pieces > 1:
-            a, g = (
-                x.reshape(layer.copies, *layer.cut[::-1], *x.shape[1:])
-                for x in (stack.A, stack.G)
-            )
-            stack = Kronecker(
-                _without_pieces(layer, "A", a[:, 0]),
-                _without_pieces(layer, "G", g[:, :, 0]),
-            )
+            cut_a, cut_g = layer.cut
+            a = stack.A.reshape(layer.copies, cut_g, cut_a, *stack.A.shape[1:])
+            g = stack.G.reshape(layer.copies, cut_g, cut_a, *stack.G.shape[1:])
+            a = _without_pieces(layer, "A", a[:, 0])
+            g = _without_pieces(layer, "G", g[:, :, 0])
+            stack = Kronecker(a, g)
         return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
 
     def of_gradients(self, shapes, gradients):
         """Return `V^T V` and `V V^T` without scaling."""
 
-        def side(name, whole, diagonal):
-            spec = diagonal if len(shapes[name]) == 1 else whole
-            return jnp.einsum(
-                spec, gradients, gradients, precision=lax.Precision.HIGHEST
-            )
+        def second_moment(whole, diagonal, shape):
+            spec = diagonal if len(shape) == 1 else whole
+            return jnp.einsum(spec, gradients, gradients, precision="highest")
 
-        return Kronecker(
-            side("A", "kia,kja->kij", "kia,kia->ki"),
-            side("G", "kai,kaj->kij", "kai,kai->ki"),
-        )
+        a = second_moment("kia,kja->kij", "kia,kia->ki", shapes["A"])
+        g = second_moment("kai,kaj->kij", "kai,kai->ki", shapes["G"])
+        return Kronecker(a, g)
 
     def scaled(self, factors, back=False):
         """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
@@ -94,40 +92,53 @@ class KroneckerKind(BlockKind):
         return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
     def to_send(self, layer, packed, fill):
-        lead, cut = packed.flat.A.shape[:-2], {}
+        flat = packed.flat
         for side, count in zip("AG", layer.cut, strict=True):
             if side in layer.diagonal and count > 1:
-                cut[side] = _pieces_of_diagonal(
-                    layer, side, getattr(packed.flat, side)[..., 0, :]
-                )
-        flat = jax.tree.map(fill, dataclasses.replace(packed.flat, **cut))
-        # Sides that are not cut lose the axis for pieces.
-        return jax.tree.map(
-            lambda x: x.reshape(*lead, *x.shape[-2 if x.shape[-2] > 1 else -1 :]), flat
-        )
+                diagonal = getattr(flat, side)[..., 0, :]
+                pieces = _pieces_of_diagonal(layer, side, diagonal)
+                flat = dataclasses.replace(flat, **{side: pieces})
+
+        def filled(x):
+            x = fill(x)
+            # Sides that are not cut lose the axis for pieces.
+            return x.reshape(*x.shape[:-2], -1) if x.shape[-2] == 1 else x
+
+        return jax.tree.map(filled, flat)
 
     def sent(self, shapes, stack):
         return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
 
 
-def _with_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+def _with_pieces(
+    layer: Layer,
+    side: str,
+    x: jax.Array,
+) -> jax.Array:
     """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
     if layer.cut["AG".index(side)] == 1:
         return x[:, None]
     return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
 
 
-def _without_pieces(layer: Layer, side: str, x: jax.Array) -> jax.Array:
+def _without_pieces(
+    layer: Layer,
+    side: str,
+    x: jax.Array,
+) -> jax.Array:
     """Undo `_with_pieces` for a side that is not packed."""
-    (size, *_) = shape = layer.side_shapes[side]
-    return (
-        x.reshape(len(x), -1)[:, :size]
-        if side in layer.diagonal
-        else x.reshape(len(x), *shape)
-    )
+    shape = layer.side_shapes[side]
+    if side in layer.diagonal:
+        return x.reshape(len(x), -1)[:, : shape[0]]
+    return x.reshape(len(x), *shape)
 
 
-def _pieces_of_diagonal(layer: Layer, side: str, diagonal: jax.Array) -> jax.Array:
+def _pieces_of_diagonal(
+    layer: Layer,
+    side: str,
+    diagonal: jax.Array,
+) -> jax.Array:
     """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
-    (size,), count = layer.side_shapes[side], layer.cut["AG".index(side)]
+    (size,) = layer.side_shapes[side]
+    count = layer.cut["AG".index(side)]
     return in_blocks(diagonal[..., None, :size], count)[..., 0, :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +23,22 @@ PASSES = 20
 
 # With this multiple, half of a padded matrix is still a multiple of the 8 elements that `aligned` needs.
 ALIGNMENT = 16
+
+
+class Iterate(NamedTuple):
+    """The state of the iteration for `k` matrices.
+
+    Attributes:
+      passes: the number of passes.
+      columns: the columns `X`, `[k, d, d]`.
+      error: `X^T X - I`.
+      distance: the Frobenius norm of `error`, `[k]`.
+    """
+
+    passes: jax.Array
+    columns: jax.Array
+    error: jax.Array
+    distance: jax.Array
 
 
 def orthonormal(stack: jax.Array) -> jax.Array:
@@ -51,31 +69,32 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
     eps = jnp.finfo(stack.dtype).eps
     norms = jnp.sqrt(jnp.sum(jnp.square(stack), axis=1, keepdims=True))
 
-    def measured(x):
-        gram = exact_product(x.mT, x)
+    def iterate(passes, columns):
+        gram = exact_product(columns.mT, columns)
         error = add_diagonal(gram, -jnp.ones_like(gram[:, 0, 0]))
-        return x, error, jnp.sqrt(jnp.sum(jnp.square(error), axis=(1, 2)))
+        distance = jnp.sqrt(jnp.sum(jnp.square(error), axis=(1, 2)))
+        return Iterate(passes, columns, error, distance)
 
-    def by_factor(x, error, distance):
-        shift = jnp.where(distance > FAR, d * eps, 0)
-        return solve(x, *factorise(add_diagonal(error, (1 + shift).astype(x.dtype))))
+    def by_factor(now):
+        shift = jnp.where(now.distance > FAR, d * eps, 0)
+        gram = add_diagonal(now.error, (1 + shift).astype(stack.dtype))
+        return solve(now.columns, factorise(gram))
 
-    def by_series(x, error, distance):
-        above = (jnp.triu(error) + jnp.triu(error, 1)) / 2
-        return x - exact_product(x, above)
+    def by_series(now):
+        above = (jnp.triu(now.error) + jnp.triu(now.error, 1)) / 2
+        return now.columns - exact_product(now.columns, above)
 
     def nearer(now):
-        count, state = now
-        near = jnp.all(state[2] < NEAR)
-        return count + 1, measured(lax.cond(near, by_series, by_factor, *state))
+        near = jnp.all(now.distance < NEAR)
+        return iterate(now.passes + 1, lax.cond(near, by_series, by_factor, now))
 
     def unfinished(now):
-        count, (_, _, distance) = now
-        return jnp.any(distance > 16 * d**0.5 * eps) & (count < PASSES)
+        far = jnp.any(now.distance > 16 * d**0.5 * eps)
+        return far & (now.passes < PASSES)
 
-    start = _aligned(stack / jnp.where(norms > 0, norms, 1))
-    count = as_varying(jnp.int32(0), varying_axes(stack))
-    return lax.while_loop(unfinished, nearer, (count, measured(start)))[1][0][:, :d, :d]
+    passes = as_varying(jnp.int32(0), varying_axes(stack))
+    start = iterate(passes, _aligned(stack / jnp.where(norms > 0, norms, 1)))
+    return lax.while_loop(unfinished, nearer, start).columns[:, :d, :d]
 
 
 def _aligned(stack: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from kfac._curvature.inverse import Inverse, damping_of_blocks, finite
-from kfac._factors import per_block
-from kfac._varying import as_varying, varying_axes
+from kfac._factors import Block, per_block
+from kfac._varying import PyTree, as_varying, varying_axes
 
 RETRY = 10.0  # the factor on the damping when a failed block is tried again
 
@@ -32,13 +32,17 @@ class Refreshed(NamedTuple):
       condition: the condition numbers from `Inverse.refresh`, `[k]`; 0 for blocks that are not valid.
     """
 
-    inverse: Any
+    inverse: PyTree
     valid: jax.Array
     condition: jax.Array
 
 
 def refresh(
-    inverse: Inverse, kept: Any, factors: Any, wanted: jax.Array, damping: jax.Array
+    inverse: Inverse,
+    kept: PyTree,
+    factors: Block,
+    wanted: jax.Array,
+    damping: jax.Array,
 ) -> Refreshed:
     """Refresh the `wanted` blocks in a stack.
 
@@ -55,30 +59,39 @@ def refresh(
       damping: a scalar.
     """
     damping = jnp.asarray(damping, jax.tree.leaves(factors)[0].dtype)
-    arguments = as_varying(
-        (kept, factors, wanted, damping), varying_axes((kept, factors, wanted, damping))
-    )
+    arguments = (kept, factors, wanted, damping)
+    arguments = as_varying(arguments, varying_axes(arguments))
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
     # With equal portions, the last two portions overlap only little.
-    width = -(-len(wanted) // -(-len(wanted) // max(1, TOGETHER // size)))
+    portions = -(-len(wanted) // max(1, TOGETHER // size))
+    width = -(-len(wanted) // portions)
     return in_portions(functools.partial(_refresh, inverse), width, *arguments)
 
 
-def once_if(needed: jax.Array, change: Callable[[Any], Any], stacks: Any) -> Any:
+def once_if(
+    needed: jax.Array,
+    change: Callable[[PyTree], PyTree],
+    stacks: PyTree,
+) -> PyTree:
     """Return `change(stacks)` if `needed`, otherwise `stacks`, and change the stacks in place.
 
     This is a loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all
     inverses in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads
     one predicate for a loop as well as for a conditional.
     """
-    return lax.while_loop(
-        lambda now: now[0],
-        lambda now: (now[0] & False, change(now[1])),
-        (needed, stacks),
-    )[1]
+
+    def once(now):
+        needed, stacks = now
+        return needed & False, change(stacks)
+
+    return lax.while_loop(lambda now: now[0], once, (needed, stacks))[1]
 
 
-def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
+def in_portions(
+    fn: Callable[..., PyTree],
+    width: int,
+    *arguments: PyTree,
+) -> PyTree:
     """Call `fn(width, *arguments)`, which processes `width` matrices at once, or on CPUs `fn(1, *arguments)`.
 
     On CPUs, JAX's LAPACK calls hand the matrices in a batch to XLA's threads, and wait for them on such a thread. With
@@ -86,12 +99,15 @@ def in_portions(fn: Callable[..., Any], width: int, *arguments: Any) -> Any:
     """
     if width == 1:
         return fn(1, *arguments)
-    return lax.platform_dependent(
-        *arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width)
-    )
+    alone = functools.partial(fn, 1)
+    together = functools.partial(fn, width)
+    return lax.platform_dependent(*arguments, cpu=alone, default=together)
 
 
-def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
+def one_by_one(
+    fn: Callable[..., PyTree],
+    *stacks: PyTree,
+) -> PyTree:
     """Apply `fn` to each member of `stacks`, on CPUs one after another, and stack the results."""
 
     def portion(width, *stacks):
@@ -103,8 +119,8 @@ def one_by_one(fn: Callable[..., Any], *stacks: Any) -> Any:
 def _refresh(
     inverse: Inverse,
     width: int,
-    kept: Any,
-    factors: Any,
+    kept: PyTree,
+    factors: Block,
     wanted: jax.Array,
     damping: jax.Array,
 ) -> Refreshed:
@@ -112,14 +128,11 @@ def _refresh(
     k = len(wanted)
     # If `width` does not divide `k`, the last portion starts earlier. Blocks that are already refreshed are skipped.
     starts = np.minimum(np.arange(0, k, width), k - width)
-    dampings = [1.0, RETRY] if inverse.damped else [1.0]
-    turns = (
-        np.tile(starts, len(dampings)),
-        np.repeat(np.asarray(dampings, np.float32), len(starts)),
-    )
+    attempts = [1.0, RETRY] if inverse.damped else [1.0]
+    scales = np.repeat(np.asarray(attempts, np.float32), len(starts))
 
     def turn(progress, now):
-        start, more = now
+        start, scale = now
 
         def rows(tree):
             return jax.tree.map(
@@ -133,31 +146,52 @@ def _refresh(
 
         def attempt():
             averages = rows(factors)
-            both = inverse.refresh(
-                old[0], averages, more * damping_of_blocks(inverse, averages, damping)
-            )
-            new, condition = as_varying(both, varying_axes(old))
-            usable = unfinished & (condition > 0)
-            for leaf in jax.tree.leaves(new):
-                usable &= finite(leaf)
-            new = new, condition.astype(old[1].dtype)
-            if (
-                width == 1
-            ):  # launches no kernel, whereas a selection launches one for each array
-                return lax.cond(usable[0], lambda: new, lambda: old)
-            return jax.tree.map(
-                lambda new, old: jnp.where(per_block(usable, old), new, old), new, old
-            )
+            amount = scale * damping_of_blocks(inverse, averages, damping)
+            return _refresh_portion(inverse, old, averages, unfinished, amount)
 
         new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
-        return jax.tree.map(
-            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0),
-            progress,
-            new,
-        ), None
+
+        def written(x, part):
+            return lax.dynamic_update_slice_in_dim(x, part, start, 0)
+
+        return jax.tree.map(written, progress, new), None
 
     none = jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)
-    (kept, condition), _ = lax.scan(
-        turn, (kept, as_varying(none, varying_axes(wanted))), turns
-    )
+    begin = (kept, as_varying(none, varying_axes(wanted)))
+    turns = (np.tile(starts, len(attempts)), scales)
+    (kept, condition), _ = lax.scan(turn, begin, turns)
     return Refreshed(kept, condition > 0, condition)
+
+
+def _refresh_portion(
+    inverse: Inverse,
+    old: tuple[PyTree, jax.Array],
+    factors: Block,
+    unfinished: jax.Array,
+    damping: jax.Array,
+) -> tuple[PyTree, jax.Array]:
+    """Refresh the `unfinished` blocks in a portion.
+
+    Args:
+      inverse: the preconditioner.
+      old: the portion's state and condition numbers.
+      factors: the averaged factors.
+      unfinished: which blocks to refresh.
+      damping: each block's damping.
+
+    Returns:
+      The new state and condition numbers. Blocks that fail have the old ones.
+    """
+    state, condition = old
+    result = inverse.refresh(state, factors, damping)
+    new, new_condition = as_varying(result, varying_axes(old))
+    usable = unfinished & (new_condition > 0)
+    for leaf in jax.tree.leaves(new):
+        usable &= finite(leaf)
+    both = new, new_condition.astype(condition.dtype)
+    # A conditional launches no kernel, whereas a selection launches one for each array.
+    if len(usable) == 1:
+        return lax.cond(usable[0], lambda: both, lambda: old)
+    return jax.tree.map(
+        lambda new, old: jnp.where(per_block(usable, old), new, old), both, old
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jax import lax
 
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
-from kfac._curvature.eigh import Ends, condition_of, ends, rotate
-from kfac._curvature.ekfac import between_bases, turn
+from kfac._curvature.eigh import EigenvalueRange, condition_of, eigenvalue_range, rotate
+from kfac._curvature.ekfac import basis_change, between_bases
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities
 from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
@@ -65,13 +65,12 @@ class Soap(Inverse):
     precision: str = "tensorfloat32"
     decay: float = 0.95
 
-    damped: ClassVar[bool] = False
-    takes_gradients: ClassVar[bool] = True
-    relative_damping: ClassVar[float] = 1e-4
-    products: ClassVar[int] = 2
-    flops: ClassVar[float] = (
-        14 / 3
-    )  # a product and a QR factorisation (Golub & Van Loan 2013, section 5.2)
+    damped = False
+    takes_gradients = True
+    relative_damping = 1e-4
+    products = 2
+    # A product and a QR factorisation (Golub & Van Loan 2013, section 5.2).
+    flops = 14 / 3
 
     def __post_init__(self):
         """Check the arguments."""
@@ -80,81 +79,65 @@ class Soap(Inverse):
 
     def init(self, factors):
         """Return identities as eigenvectors, and zero moments."""
-        zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
-        sides = [
-            None if is_diagonal(x) else Eigen(identities(x.shape, x.dtype), None)
-            for x in (factors.A, factors.G)
-        ]
+
+        def identity(stack):
+            if is_diagonal(stack):
+                return None
+            return Eigen(identities(stack.shape, stack.dtype), None)
+
+        average = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
         # Separate arrays, so that each can be donated.
-        return Kronecker(
-            sides[0], sides[1], Adam(zeros, zeros[:, 0, 0], jnp.zeros_like(zeros))
-        )
+        adam = Adam(average, average[:, 0, 0], jnp.zeros_like(average))
+        return Kronecker(identity(factors.A), identity(factors.G), adam)
 
     def refresh(self, kept, factors, damping):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
-        a, g = follow(kept.A, factors.A), follow(kept.G, factors.G)
-        average, new = kept.moments.average, Kronecker(a.basis, g.basis)
-        for axis, order in (1, a.order), (2, g.order):
-            if order is not None:
-                average = jnp.take_along_axis(
-                    average,
-                    jnp.expand_dims(order, 3 - axis),
-                    axis,
-                    mode="promise_in_bounds",
-                )
-        trace = between_bases(
-            kept.moments.trace,
-            Kronecker(kept.G, kept.A),
-            Kronecker(g.basis, a.basis),
-            turn,
-        )
+        a = orthogonal_iteration(kept.A, factors.A)
+        g = orthogonal_iteration(kept.G, factors.G)
+        average = _reorder(kept.moments.average, a.order, 1)
+        average = _reorder(average, g.order, 2)
+        # The moments have the output axis last, so the sides are swapped.
+        old = Kronecker(kept.G, kept.A)
+        new = Kronecker(g.basis, a.basis)
+        trace = between_bases(kept.moments.trace, old, new, basis_change)
         moments = kept.moments._replace(average=average, trace=trace)
-        return dataclasses.replace(new, moments=moments), condition_of(
-            a.ends, g.ends, damping
-        )
+        condition = condition_of(a.range, g.range, damping)
+        return Kronecker(a.basis, g.basis, moments), condition
 
     def advance(self, kept, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
-        new, old = self._turned(kept, matrices, back=False), kept.moments
-        average, weight = averaged(
-            old.average, old.weight, jnp.square(new), jnp.asarray(self.decay), ready
-        )
+        old = kept.moments
+        new = self._rotated(kept, matrices, back=False)
+        decay = jnp.asarray(self.decay)
+        squares = jnp.square(new)
+        average, weight = averaged(old.average, old.weight, squares, decay, ready)
         trace, ahead = momentum.moved(old.trace, new)
-        scaled = jnp.where(
-            per_block(ready, ahead), self._scaled(average, ahead, damping), ahead
-        )
-        moved = self._turned(kept, scaled.astype(matrices.dtype), back=True)
+        scaled = self._scaled(average, ahead, damping)
+        scaled = jnp.where(per_block(ready, ahead), scaled, ahead)
+        moved = self._rotated(kept, scaled.astype(matrices.dtype), back=True)
         angle = cosine(self._scaled(old.average, old.trace, damping), new)
-        return (
-            dataclasses.replace(kept, moments=Adam(average, weight, trace)),
-            moved,
-            angle,
-        )
+        adam = Adam(average, weight, trace)
+        return dataclasses.replace(kept, moments=adam), moved, angle
 
     def apply(self, kept, matrices, damping):
         """Divide the gradients by the root of the moments in the eigenbasis."""
-        scaled = self._scaled(
-            kept.moments.average, self._turned(kept, matrices.mT, back=False), damping
-        )
-        return self._turned(kept, scaled.astype(matrices.dtype), back=True).mT
+        rotated = self._rotated(kept, matrices.mT, back=False)
+        scaled = self._scaled(kept.moments.average, rotated, damping)
+        return self._rotated(kept, scaled.astype(matrices.dtype), back=True).mT
 
     def _scaled(self, average, matrices, damping):
-        least = jnp.finfo(
-            average.dtype
-        ).tiny  # for blocks with zero gradients for long, or from the start
+        # The smallest damping is for blocks with zero gradients for long, or from the start.
+        least = jnp.finfo(average.dtype).tiny
         mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
-        damping = jnp.where(
-            damping > 0, jnp.maximum(damping * mean, least), jnp.nan
-        ).astype(average.dtype)
-        return matrices / jnp.sqrt(average + damping)
+        damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
+        return matrices / jnp.sqrt(average + damping.astype(average.dtype))
 
-    def _turned(self, kept, matrices, *, back):
+    def _rotated(self, kept, matrices, *, back):
         # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
-        basis = Kronecker(
-            *jax.tree.map(
-                lambda x: x.astype(self.kept_dtype(x.dtype)), (kept.G, kept.A)
-            )
-        )
+        def rounded(x):
+            return x.astype(self.kept_dtype(x.dtype))
+
+        basis = jax.tree.map(rounded, Kronecker(kept.G, kept.A))
         return rotate(matrices, basis, self.precision, back=back)
 
 
@@ -164,30 +147,45 @@ class Soap(Inverse):
 FLOOR = 1e-2
 
 
-class Followed(NamedTuple):
-    """The result of an orthogonal iteration step for `k` matrices. Diagonals have only `ends`.
+class IterationStep(NamedTuple):
+    """The result of an orthogonal iteration step for `k` matrices. Diagonals have only the `range`.
 
     Attributes:
       basis: the new eigenvectors `[k, d, d]`.
-      ends: the smallest and the largest Rayleigh quotient `q^T A q` over the old eigenvectors `q`.
+      range: the smallest and the largest Rayleigh quotient `q^T A q` over the old eigenvectors `q`.
       order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`. The Rayleigh
         quotients are in descending order.
     """
 
     basis: Eigen | None
-    ends: Ends
+    range: EigenvalueRange
     order: jax.Array | None
 
 
-def follow(kept: Eigen | None, stack: jax.Array) -> Followed:
-    """Update the approximate eigenvectors `kept` of symmetric `[k, d, d]` by an orthogonal iteration step."""
-    if kept is None:
-        return Followed(None, ends(stack), None)
-    image = exact_product(stack, kept.vectors)
-    along, order = lax.top_k(jnp.sum(kept.vectors * image, axis=1), stack.shape[-1])
-    mean = per_block(jnp.mean(along, axis=1), image)
-    image = image / jnp.where(mean > 0, mean, 1) + FLOOR * kept.vectors
-    image = jnp.take_along_axis(
-        image, order[:, None, :], axis=2, mode="promise_in_bounds"
-    )
-    return Followed(Eigen(orthonormal(image), None), (along[:, -1], along[:, 0]), order)
+def orthogonal_iteration(
+    old: Eigen | None,
+    stack: jax.Array,
+) -> IterationStep:
+    """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
+    if old is None:
+        return IterationStep(None, eigenvalue_range(stack), None)
+    image = exact_product(stack, old.vectors)
+    quotients = jnp.sum(old.vectors * image, axis=1)
+    quotients, order = lax.top_k(quotients, stack.shape[-1])
+    mean = per_block(jnp.mean(quotients, axis=1), image)
+    image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
+    image = _reorder(image, order, 2)
+    ends = EigenvalueRange(quotients[:, -1], quotients[:, 0])
+    return IterationStep(Eigen(orthonormal(image), None), ends, order)
+
+
+def _reorder(
+    stack: jax.Array,
+    order: jax.Array | None,
+    axis: int,
+) -> jax.Array:
+    """Reorder the rows (axis 1) or columns (axis 2) of matrices `[k, m, n]` by indices. None keeps their order."""
+    if order is None:
+        return stack
+    index = jnp.expand_dims(order, 3 - axis)
+    return jnp.take_along_axis(stack, index, axis, mode="promise_in_bounds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,77 +23,86 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Return identities shaped like the statistics."""
-        return Channels(
-            identities(factors.F.shape, self.kept_dtype(factors.F.dtype)), self
-        )
+        dtype = self.kept_dtype(factors.F.dtype)
+        return Channels(identities(factors.F.shape, dtype), self)
 
     def refresh(self, kept, factors, damping):
         """Invert all channels in closed form."""
-        blocks, amount = factors.F, damping.astype(factors.F.dtype)[:, None]
-        inverse, condition, definite = (
-            _inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2
-        )(blocks, amount)
-        usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
+        blocks = factors.F
+        invert = _inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2
+        inverse = invert(blocks, damping.astype(blocks.dtype)[:, None])
+        condition = inverse.condition
+        usable = jnp.all(inverse.definite & jnp.isfinite(condition), axis=1)
         worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
-        return dataclasses.replace(kept, F=inverse.astype(kept.F.dtype)), worst
+        new = inverse.blocks.astype(kept.F.dtype)
+        return dataclasses.replace(kept, F=new), worst
 
     def spectrum(self, kept, factors, damping):
         """Decompose each channel."""
         values, vectors = jnp.linalg.eigh(factors.F)
-        values = jnp.maximum(
-            values, 0
-        )  # rounding can make eigenvalues of a second moment negative
-        ones = jnp.ones_like(values[..., :1])
-        return Kronecker(Eigen(vectors, values), ones), values[..., None, :] + damping[
-            :, None, None, None
-        ]
+        # Rounding can make eigenvalues of a second moment negative.
+        values = jnp.maximum(values, 0)
+        basis = Kronecker(Eigen(vectors, values), jnp.ones_like(values[..., :1]))
+        return basis, values[..., None, :] + damping[:, None, None, None]
 
     def apply(self, kept, matrices, damping):
         """Multiply each channel by its inverse, in float32 or better."""
-        del damping  # the inverses contain the damping at their refresh
+        # The inverses contain the damping at their refresh.
         return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
+class Inverted(NamedTuple):
+    """The inverses of damped blocks.
+
+    Attributes:
+      blocks: the inverses, `[k, channels, p, p]`.
+      condition: the condition numbers, `[k, channels]`.
+      definite: whether each damped block is positive definite, `[k, channels]`.
+    """
+
+    blocks: jax.Array
+    condition: jax.Array
+    definite: jax.Array
+
+
 def _inverse_1x1(
-    f: jax.Array, damping: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    f: jax.Array,
+    damping: jax.Array,
+) -> Inverted:
     value = f[..., 0, 0] + damping
-    return (1 / value)[..., None, None], value / value, value > 0
+    return Inverted((1 / value)[..., None, None], value / value, value > 0)
 
 
 def _inverse_2x2(
-    f: jax.Array, damping: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the inverse and the condition number of each damped 2x2 block, and whether it is positive definite.
+    f: jax.Array,
+    damping: jax.Array,
+) -> Inverted:
+    """Invert damped 2x2 blocks.
 
     If the block is a second moment, the determinant is a sum of non-negative terms, so it cannot cancel to zero.
     """
     # Divide by the larger diagonal entry, because products of large second moments overflow.
     scale = jnp.maximum(f[..., 0, 0], f[..., 1, 1]) + damping
-    a, b, d, shift = (
-        f[..., 0, 0] / scale,
-        f[..., 0, 1] / scale,
-        f[..., 1, 1] / scale,
-        damping / scale,
-    )
+    a = f[..., 0, 0] / scale
+    b = f[..., 0, 1] / scale
+    d = f[..., 1, 1] / scale
+    shift = damping / scale
     # A second moment has |b| <= sqrt(a d), but rounding in its sums can exceed this bound slightly. If a block exceeds
     # the bound by more, it is indefinite, and only damping can make it positive definite.
     limit = jnp.sqrt(jnp.maximum(a, 0)) * jnp.sqrt(jnp.maximum(d, 0))
-    moment = (jnp.minimum(a, d) >= 0) & (
-        jnp.abs(b) <= (1 + jnp.sqrt(jnp.finfo(f.dtype).eps)) * limit
-    )
+    tolerance = 1 + jnp.sqrt(jnp.finfo(f.dtype).eps)
+    moment = (jnp.minimum(a, d) >= 0) & (jnp.abs(b) <= tolerance * limit)
     b = jnp.where(moment, jnp.clip(b, -limit, limit), b)
     minor = a * d - b * b
-    determinant = (
-        jnp.where(moment, jnp.maximum(minor, 0), minor)
-        + shift * (a + d)
-        + shift * shift
-    )
-    rows = [jnp.stack([d + shift, -b], axis=-1), jnp.stack([-b, a + shift], axis=-1)]
-    inverse = jnp.stack(rows, axis=-2) / (determinant * scale)[..., None, None]
+    minor = jnp.where(moment, jnp.maximum(minor, 0), minor)
+    determinant = minor + shift * (a + d) + shift * shift
+    first = jnp.stack([d + shift, -b], axis=-1)
+    second = jnp.stack([-b, a + shift], axis=-1)
+    adjugate = jnp.stack([first, second], axis=-2)
+    inverse = adjugate / (determinant * scale)[..., None, None]
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
-    return inverse, condition, definite
+    return Inverted(inverse, condition, definite)
 
 
 @jax.tree_util.register_dataclass
@@ -100,9 +110,7 @@ def _inverse_2x2(
 class Channels(Unitwise):
     """The state of `ChannelInverse`: the inverses, and the `ChannelInverse` that computed them."""
 
-    inverse: ChannelInverse = dataclasses.field(
-        default=ChannelInverse(), metadata={"static": True}
-    )
+    inverse: ChannelInverse = dataclasses.field(metadata={"static": True})
 
 
 class UnitwiseKind(BlockKind):
@@ -116,7 +124,6 @@ class UnitwiseKind(BlockKind):
 
     def of_gradients(self, shapes, gradients):
         """Return the squared gradients as 1 x 1 blocks."""
-        del shapes
         return Unitwise(jnp.square(gradients.mT)[..., None])
 
     def inverse(self, inverse):

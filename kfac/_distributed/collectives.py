@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +13,35 @@ from jax import lax
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._packing import cut
-from kfac._varying import AxisName, as_varying, axis_names, varying_axes
+from kfac._varying import Axes, as_varying, varying_axes
 
-Stacks = Mapping[str, jax.Array]
+Stacks = dict[str, jax.Array]
 Shards = Mapping[str, Shard]
 
 
+# The key of the remainders' segments among the groups' names in a message.
+REST = ""
+
+
 def _fused(
-    message: Callable[[jax.Array], jax.Array], arrays: Stacks
-) -> dict[str, jax.Array]:
+    message: Callable[[jax.Array], jax.Array],
+    arrays: Stacks,
+) -> Stacks:
     """Apply the collective `message` to all arrays at once, concatenated along their last axis."""
     if not arrays:
         return {}
     result = message(jnp.concatenate(list(arrays.values()), axis=-1))
-    return dict(
-        zip(arrays, cut(result, [x.shape[-1] for x in arrays.values()]), strict=True)
-    )
+    parts = cut(result, [x.shape[-1] for x in arrays.values()])
+    return dict(zip(arrays, parts, strict=True))
 
 
 def means_to_owners(
     stacks: Stacks,
     shards: Shards,
-    axis_name: AxisName,
+    owners: Axes,
     buckets: int,
-    beside: tuple[str, ...],
-) -> dict[str, jax.Array]:
+    replicas: Axes,
+) -> Stacks:
     """Average stacks of blocks over devices, and give each owner the means of its blocks.
 
     Each bucket takes a reduce-scatter. If the segments' lengths differ, the bucket also takes an all-to-all. With
@@ -46,77 +50,91 @@ def means_to_owners(
     Args:
       stacks: `[blocks, ...]` for each group.
       shards: how each group is dealt to devices. A group without a shard goes to all devices.
-      axis_name: the axis, or the axes, over which blocks are dealt.
+      owners: the axes over which blocks are dealt.
       buckets: into how many buckets the groups are divided.
-      beside: further axes to average over. Owners along these axes add up their sums.
+      replicas: further axes to average over. Owners along these axes add up their sums.
 
     Returns:
       For each group this device's stack `[positions, ...]`, or `[blocks, ...]` without a shard. Sums are formed in
       the dtype of `stacks`. The means have this dtype or float32, whichever is wider.
     """
-    flat = {name: x.reshape(len(x), -1) for name, x in stacks.items()}
-    sums: dict[str, jax.Array] = {}
-    for names in make_buckets(
-        {name: x.size for name, x in flat.items() if name in shards}, buckets
-    ):
-        owned = _sums_to_owners({name: flat[name] for name in names}, shards, axis_name)
-        sums |= _fused(lambda x: lax.psum(x, beside), owned) if beside else owned
+    flat = _flatten_blocks(stacks)
+    sizes = {name: x.size for name, x in flat.items() if name in shards}
+    sums: Stacks = {}
+    for names in make_buckets(sizes, buckets):
+        owned = _sums_to_owners({name: flat[name] for name in names}, shards, owners)
+        if replicas:
+            owned = _fused(lambda x: lax.psum(x, replicas), owned)
+        sums |= owned
+    axes = (*owners, *replicas)
     everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
-    axes = (*axis_names(axis_name), *beside)
     sums |= _fused(lambda x: lax.psum(x, axes), everywhere)
-    owned = {name: sums[name].reshape(-1, *x.shape[1:]) for name, x in stacks.items()}
-    return {
-        n: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / lax.axis_size(axes)
-        for n, x in owned.items()
-    }
+    means = {}
+    for name, x in stacks.items():
+        total = sums[name].reshape(-1, *x.shape[1:])
+        dtype = jnp.promote_types(total.dtype, jnp.float32)
+        means[name] = total.astype(dtype) / lax.axis_size(axes)
+    return means
 
 
-REST = ""  # among the names of groups, this key stands for the remainders' segments
+def _flatten_blocks(stacks: Stacks) -> Stacks:
+    """Return stacks `[blocks, ...]` as `[blocks, elements]`."""
+    return {name: x.reshape(len(x), -1) for name, x in stacks.items()}
+
+
+def _segments_of(
+    flat: Stacks,
+    shards: Shards,
+) -> Segments:
+    """Return the layout of the remainders of groups `[blocks, elements]`."""
+    return make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
 
 
 def _sums_to_owners(
-    flat: Stacks, shards: Shards, axis_name: AxisName
-) -> dict[str, jax.Array]:
+    flat: Stacks,
+    shards: Shards,
+    owners: Axes,
+) -> Stacks:
     """Sum blocks over devices, and return this device's blocks.
 
     Args:
       flat: `[blocks, elements]` for each group.
       shards: how each group is dealt to devices.
-      axis_name: the axes over which blocks are dealt.
+      owners: the axes over which blocks are dealt.
 
     Returns:
       A vector `[positions * elements]` for each group. A device without a remainder block has arbitrary numbers at the
       last position.
     """
-    devices = lax.axis_size(axis_name)
-    elements = {name: x.shape[1] for name, x in flat.items()}
-    segments = make_segments(shards, elements)
-    dealt = {
-        name: shards[name].full * devices for name in flat
-    }  # blocks that are dealt out evenly
-    sent = {
-        name: _by_device(flat[name][:count], devices)
-        for name, count in dealt.items()
-        if count
-    }
-    remainders = {name: flat[name][dealt[name] :] for name in segments.starts}
-    owned = _fused(
-        lambda x: lax.psum_scatter(x, axis_name),
-        sent | _in_segments(remainders, segments),
-    )
-    if not remainders:
+    segments = _segments_of(flat, shards)
+    devices = segments.devices
+    sent = {}
+    remainders = {}
+    for name, x in flat.items():
+        # Every device owns equally many of the first blocks.
+        even = shards[name].full * devices
+        remainders[name] = x[even:]
+        if even:
+            by_position = x[:even].reshape(-1, devices, x.shape[1])
+            sent[name] = by_position.swapaxes(0, 1).reshape(devices, -1)
+    if segments.starts:
+        sent[REST] = _pack_remainders(remainders, segments)
+    owned = _fused(lambda x: lax.psum_scatter(x, owners), sent)
+    if not segments.starts:
         return owned
-    segment = _whole_segment(owned.pop(REST), segments, axis_name)
+    segment = _collect_segment(owned.pop(REST), segments, owners)
     for name, starts in segments.starts.items():
-        begin = of_this_device(starts, segments.room, axis_name)
-        last = lax.dynamic_slice_in_dim(segment, begin, elements[name])
+        begin = of_this_device(starts, segments.room, owners)
+        last = lax.dynamic_slice_in_dim(segment, begin, flat[name].shape[1])
         owned[name] = jnp.append(owned[name], last) if name in owned else last
     return owned
 
 
 def gather_from_owners(
-    owned: Stacks, shards: Shards, axis_name: AxisName
-) -> dict[str, jax.Array]:
+    owned: Stacks,
+    shards: Shards,
+    owners: Axes,
+) -> Stacks:
     """Gather each device's `[positions, ...]` to all blocks `[blocks, ...]` on all devices.
 
     This takes one all-gather. If the segments' lengths differ, an all-to-all before it distributes the pieces of longer
@@ -124,184 +142,167 @@ def gather_from_owners(
     """
     if not owned:
         return {}
-    devices = lax.axis_size(axis_name)
-    flat = {name: x.reshape(len(x), -1) for name, x in owned.items()}
-    segments = make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
-    # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
-    longest, dtype = (
-        max(x.shape[1] for x in flat.values()),
-        jnp.result_type(*flat.values()),
-    )
-    segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
-    for name, starts in segments.starts.items():
-        begin = of_this_device(starts, segments.room, axis_name)
-        segment = lax.dynamic_update_slice_in_dim(
-            segment, flat[name][-1].astype(dtype), begin, 0
-        )
+    flat = _flatten_blocks(owned)
+    segments = _segments_of(flat, shards)
+    sent = {}
+    for name, x in flat.items():
+        full = shards[name].full
+        if full:
+            sent[name] = x[:full].reshape(-1)
+    if segments.starts:
+        segment = _fill_segment(flat, segments, owners)
+        sent[REST] = _distribute_segment(segment, segments, owners)
 
     # If `shard_map` tracks varying axes, mark the result as replicated. Under `vmap`, JAX has no such gather.
-    to = "invarying" if varying_axes(lax.axis_index(axis_name)) else "varying"
-    sent = {
-        name: x[: shards[name].full].reshape(-1)
-        for name, x in flat.items()
-        if shards[name].full
-    }
-    sent |= (
-        {REST: _dealt_segment(segment[: segments.room], segments, axis_name)}
-        if segments.starts
-        else {}
-    )
-    gathered = _fused(lambda x: lax.all_gather(x, axis_name, to=to), sent)
-    whole = _segments_in(gathered.pop(REST), segments) if segments.starts else {}
+    to = "invarying" if varying_axes(lax.axis_index(owners)) else "varying"
+    gathered = _fused(lambda x: lax.all_gather(x, owners, to=to), sent)
+    segment_of = {}
+    if segments.starts:
+        segment_of = _unpack_remainders(gathered.pop(REST), segments)
+    result = {}
     for name, x in flat.items():
-        blocks = (
-            [gathered[name].reshape(devices, -1, x.shape[1]).swapaxes(0, 1)]
-            if name in gathered
-            else []
-        )
-        places = segments.starts.get(name, {}).items()
-        blocks += [
-            whole[device][start : start + x.shape[1]] for device, start in places
-        ]
-        gathered[name] = jnp.concatenate(
-            [block.reshape(-1, x.shape[1]) for block in blocks]
-        )
-    return {name: gathered[name].reshape(-1, *x.shape[1:]) for name, x in owned.items()}
-
-
-def _by_device(flat: jax.Array, devices: int) -> jax.Array:
-    """Rearrange blocks `[full * devices, elements]` by device: `[devices, full * elements]`."""
-    return flat.reshape(-1, devices, flat.shape[1]).swapaxes(0, 1).reshape(devices, -1)
+        elements = x.shape[1]
+        blocks = []
+        if name in gathered:
+            by_device = gathered[name].reshape(segments.devices, -1, elements)
+            blocks.append(by_device.swapaxes(0, 1).reshape(-1, elements))
+        for device, start in segments.starts.get(name, {}).items():
+            block = segment_of[device][start : start + elements]
+            blocks.append(block.reshape(-1, elements))
+        result[name] = jnp.concatenate(blocks).reshape(-1, *owned[name].shape[1:])
+    return result
 
 
 def of_this_device(
-    table: Mapping[int, int], otherwise: int, axis_name: AxisName
+    table: Mapping[int, int],
+    otherwise: int,
+    owners: Axes,
 ) -> jax.Array:
     """Return this device's entry in a table that is keyed by device.
 
     Args:
       table: the entries.
       otherwise: the result if the table lacks this device. No entry may be larger.
-      axis_name: the axes over which devices are numbered.
+      owners: the axes over which devices are numbered.
     """
-    devices, values = (
-        np.array(list(x), np.int32) for x in (table.keys(), table.values())
-    )
-    return jnp.min(
-        jnp.where(lax.axis_index(axis_name) == devices, values, np.int32(otherwise))
-    )
+    devices = np.array(list(table), np.int32)
+    values = np.array(list(table.values()), np.int32)
+    is_entry = lax.axis_index(owners) == devices
+    return jnp.min(jnp.where(is_entry, values, np.int32(otherwise)))
 
 
-def _in_segments(rests: Stacks, segments: Segments) -> dict[str, jax.Array]:
+def _pack_remainders(
+    remainders: Stacks,
+    segments: Segments,
+) -> jax.Array:
     """Lay out the remainders' blocks for the reduce-scatter.
 
     Args:
-      rests: for each group the remainder's blocks, `[remainder, elements]`.
+      remainders: for each group the remainder's blocks, `[remainder, elements]`.
       segments: their layout.
 
     Returns:
-      `[devices, segments.width]` under the key `REST`. Row `d` goes to device `d`: its segment's direct part, then a
-      piece from each segment's rest. Empty without remainders.
+      `[devices, segments.width]`. Row `d` goes to device `d`: its segment's direct part, then a piece from each
+      segment's rest.
     """
-    if not rests:
-        return {}
     blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
-    for name, x in rests.items():
-        for device, block in zip(
-            segments.starts[name],
-            cut(x.reshape(-1), len(x) * [x.shape[1]]),
-            strict=True,
-        ):
+    for name, starts in segments.starts.items():
+        parts = jnp.split(remainders[name].reshape(-1), len(starts))
+        for device, block in zip(starts, parts, strict=True):
             blocks[device].append(block)
-    direct, devices = segments.direct, segments.devices
-    ends = list(
-        itertools.accumulate(
-            direct + devices * piece for piece in segments.pieces.values()
-        )
-    )
-    flat = _laid_out(
-        dict(zip([0, *ends], map(jnp.concatenate, blocks.values()), strict=False)),
-        ends[-1],
-    )
+    direct = segments.direct
+    devices = segments.devices
+    padded = [direct + devices * piece for piece in segments.pieces.values()]
+    *begins, end = itertools.accumulate(padded, initial=0)
+    flat = _place_vectors([jnp.concatenate(x) for x in blocks.values()], begins, end)
     if not direct:
-        return {REST: flat.reshape(-1, devices).T}
-    whole = jnp.split(flat, ends[:-1])
-    rest = jnp.concatenate([x[direct:] for x in whole]).reshape(-1, devices).T
-    return {
-        REST: jnp.concatenate([jnp.stack([x[:direct] for x in whole]), rest], axis=1)
-    }
+        return flat.reshape(-1, devices).T
+    whole_segments = jnp.split(flat, begins[1:])
+    rest = jnp.concatenate([x[direct:] for x in whole_segments]).reshape(-1, devices).T
+    first = jnp.stack([x[:direct] for x in whole_segments])
+    return jnp.concatenate([first, rest], axis=1)
 
 
-def _segments_in(rows: jax.Array, segments: Segments) -> dict[int, jax.Array]:
-    """Undo `_in_segments`: return each device's segment, given the rows `[devices, width]`."""
-    direct, lengths = (
-        segments.direct,
-        [segments.devices * piece for piece in segments.pieces.values()],
-    )
-    whole = dict(
-        zip(segments.lengths, cut(rows[:, direct:].T.reshape(-1), lengths), strict=True)
-    )
-    return (
-        {
-            device: jnp.concatenate([rows[device, :direct], x])
-            for device, x in whole.items()
-        }
-        if direct
-        else whole
-    )
+def _unpack_remainders(
+    rows: jax.Array,
+    segments: Segments,
+) -> dict[int, jax.Array]:
+    """Undo `_pack_remainders`: return each device's segment, given the rows `[devices, width]`."""
+    direct = segments.direct
+    lengths = [segments.devices * piece for piece in segments.pieces.values()]
+    rests = cut(rows[:, direct:].T.reshape(-1), lengths)
+    whole_segments = dict(zip(segments.lengths, rests, strict=True))
+    if direct:
+        for device, rest in whole_segments.items():
+            whole_segments[device] = jnp.concatenate([rows[device, :direct], rest])
+    return whole_segments
 
 
-def _whole_segment(
-    owned: jax.Array, segments: Segments, axis_name: AxisName
+def _collect_segment(
+    owned: jax.Array,
+    segments: Segments,
+    owners: Axes,
 ) -> jax.Array:
     """Return this device's segment.
 
     Args:
       owned: this device's row `[segments.width]`: its segment's direct part, and a piece from each segment's rest.
       segments: the layout.
-      axis_name: the axes for the all-to-all.
+      owners: the axes for the all-to-all.
     """
-    devices, width = segments.devices, segments.exchanged
+    devices = segments.devices
+    width = segments.exchanged
     if not width:
         return owned
-    pieces = cut(owned[segments.direct :], segments.pieces.values())
+    direct, rest = jnp.split(owned, [segments.direct])
     begins = [device * width for device in segments.pieces]
-    sent = _laid_out(dict(zip(begins, pieces, strict=True)), devices * width)
-    received = (
-        lax.all_to_all(sent, axis_name, 0, 0, tiled=True).reshape(devices, width).T
-    )
-    return jnp.concatenate([owned[: segments.direct], received.reshape(-1)])
+    sent = _place_vectors(cut(rest, segments.pieces.values()), begins, devices * width)
+    received = lax.all_to_all(sent, owners, 0, 0, tiled=True)
+    return jnp.concatenate([direct, received.reshape(devices, width).T.reshape(-1)])
 
 
-def _dealt_segment(
-    segment: jax.Array, segments: Segments, axis_name: AxisName
+def _fill_segment(
+    flat: Stacks,
+    segments: Segments,
+    owners: Axes,
 ) -> jax.Array:
-    """Undo `_whole_segment`."""
+    """Return this device's segment, given its blocks `[positions, elements]`."""
+    # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
+    longest = max(x.shape[1] for x in flat.values())
+    dtype = jnp.result_type(*flat.values())
+    segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
+    for name, starts in segments.starts.items():
+        begin = of_this_device(starts, segments.room, owners)
+        last = flat[name][-1].astype(dtype)
+        segment = lax.dynamic_update_slice_in_dim(segment, last, begin, 0)
+    return segment[: segments.room]
+
+
+def _distribute_segment(
+    segment: jax.Array,
+    segments: Segments,
+    owners: Axes,
+) -> jax.Array:
+    """Undo `_collect_segment`."""
+    devices = segments.devices
     if not segments.exchanged:
         return segment
-    rest = segment[segments.direct :].reshape(-1, segments.devices).T.reshape(-1)
-    received = lax.all_to_all(rest, axis_name, 0, 0, tiled=True).reshape(
-        segments.devices, -1
-    )
+    direct, rest = jnp.split(segment, [segments.direct])
+    sent = rest.reshape(-1, devices).T.reshape(-1)
+    received = lax.all_to_all(sent, owners, 0, 0, tiled=True).reshape(devices, -1)
     pieces = [received[device, :length] for device, length in segments.pieces.items()]
-    return jnp.concatenate([segment[: segments.direct], *pieces])
+    return jnp.concatenate([direct, *pieces])
 
 
-def _laid_out(parts: Mapping[int, jax.Array], end: int) -> jax.Array:
-    """Place vectors at increasing positions in a zero vector.
-
-    Args:
-      parts: the vectors, keyed by their start.
-      end: the result's length.
-    """
-    arrays, until = list(parts.values()), [*list(parts)[1:], end]
-    zero = jnp.zeros((), jnp.result_type(*arrays))
-    gaps = [
-        stop - begin - len(x)
-        for begin, stop, x in zip(parts, until, arrays, strict=True)
-    ]
-    filled = [
-        lax.pad(x.astype(zero.dtype), zero, [(0, gap, 0)])
-        for x, gap in zip(arrays, gaps, strict=True)
-    ]
-    return jnp.concatenate([jnp.broadcast_to(zero, next(iter(parts))), *filled])
+def _place_vectors(
+    vectors: Sequence[jax.Array],
+    begins: Sequence[int],
+    end: int,
+) -> jax.Array:
+    """Place vectors at the increasing positions `begins` in a zero vector of length `end`."""
+    zero = jnp.zeros((), jnp.result_type(*vectors))
+    parts = [jnp.broadcast_to(zero, begins[0])]
+    for x, begin, stop in zip(vectors, begins, [*begins[1:], end], strict=True):
+        gap = stop - begin - len(x)
+        parts.append(lax.pad(x.astype(zero.dtype), zero, [(0, gap, 0)]))
+    return jnp.concatenate(parts)

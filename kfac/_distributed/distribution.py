@@ -62,11 +62,10 @@ class Distribution:
                 raise ValueError(
                     f"axis_name must be among the axes of mesh, {axes}, but is {self.axis_name!r}"
                 )
-        if self.axis is not None and not set(axis_names(self.owners)) <= set(
-            axis_names(self.axis)
-        ):
+        named = axis_names(self.axis)
+        if self.axis is not None and not set(axis_names(self.owners)) <= set(named):
             raise ValueError(
-                f"owners must be among the axes of devices, {axis_names(self.axis)}, but is {self.owners!r}: name all "
+                f"owners must be among the axes of devices, {named}, but is {self.owners!r}: name all "
                 "axes in axis_name=, and in owners= those that blocks are spread over"
             )
 
@@ -77,7 +76,11 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    def way(self, tree: Any, dealt: bool) -> tuple[Way, Mesh | AbstractMesh | None]:
+    def way(
+        self,
+        tree: Any,
+        dealt: bool,
+    ) -> tuple[Way, Mesh | AbstractMesh | None]:
         """Determine how blocks lie on devices in the present context.
 
         Args:
@@ -91,7 +94,8 @@ class Distribution:
         Raises:
           ValueError: no axis is given, and JAX does not track here whether devices have the same parameters.
         """
-        seen, bound = self, device_axes()
+        seen = self
+        bound = device_axes()
         if self.axis is None and bound:
             if not varying_axes(lax.axis_index(bound)):
                 name = bound[0] if len(bound) == 1 else bound
@@ -104,13 +108,15 @@ class Distribution:
         elif self.axis is None:
             seen = dataclasses.replace(self, mesh=mesh_of(tree))
         axes = axis_names(seen.axis)
-        way = Way(axes, (axis_names(self.owners) or axes) if dealt and axes else ())
+        way = Way(axes)
+        if dealt and axes:
+            way = Way(axes, axis_names(self.owners) or axes)
         if axis_size(axes) is not None:
             return way, None
         return way if way.owners else Way(), seen.mesh
 
 
-def check_distribution(value: Any) -> None:
+def check_distribution(value: object) -> None:
     """Raise if a value is neither a `Distribution` nor None."""
     check_type(
         "distribution", value, Distribution | None, "a kfac.Distribution or None"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
+from kfac._packing import Shape
 
 COST = 0.1  # the default of `kfac.kfac(cost=)`
 # The time of a refresh's FLOP, relative to a gradient's FLOP. Measured on CPUs, and on an H200 with a GPT of 124
@@ -20,7 +21,10 @@ LONGEST = 16  # the upper bound of `affordable`, because longer intervals have n
 
 
 def affordable(
-    layers: Layers, inverse: Inverse, cost: float | jax.Array, share: int
+    layers: Layers,
+    inverse: Inverse,
+    cost: float | jax.Array,
+    share: int,
 ) -> int | jax.Array:
     """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
 
@@ -36,18 +40,21 @@ def affordable(
     Returns:
       The interval in steps: an array if `cost` is an array, otherwise an `int`.
     """
-    interval = (
-        sum(work_of_layers(layers, inverse, share).values())
-        / (work_of_gradients(layers) or math.inf)
-        / cost
-    )
-    if isinstance(cost, jax.Array):  # from `optax.inject_hyperparams`
+    work = sum(work_of_layers(layers, inverse, share).values())
+    gradients = work_of_gradients(layers)
+    overhead = work / gradients if gradients else 0.0
+    interval = overhead / cost
+    # An array comes from `optax.inject_hyperparams`.
+    if isinstance(cost, jax.Array):
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 
 
 def prices_of_layers(
-    layers: Layers, inverse: Inverse, every: int, share: int
+    layers: Layers,
+    inverse: Inverse,
+    every: int,
+    share: int,
 ) -> dict[str, float]:
     """Return the cost of each layer's curvature in a mean step, as a fraction of the whole gradient's work.
 
@@ -63,57 +70,59 @@ def prices_of_layers(
     gradients = work_of_gradients(layers)
     if not gradients:
         return {}
-    seldom = work_of_layers(layers, inverse, share)
-
-    def price(layer: Layer) -> float:
-        products = 0.0
+    curvature_work = work_of_layers(layers, inverse, share)
+    prices = {}
+    for layer in layers:
+        if layer.name not in curvature_work:
+            continue
+        work = curvature_work[layer.name] / every
         if layer.kind in KRONECKER_KINDS:
-            products = (
-                inverse.products
-                * layer.copies
-                * layer.pieces
-                * applied(layer.block_shapes)
-            )
-        return (seldom[layer.name] / every + products) / gradients
-
-    return {layer.name: price(layer) for layer in layers if layer.name in seldom}
+            blocks = layer.copies * layer.pieces
+            work += inverse.products * blocks * applied(layer.block_shapes)
+        prices[layer.name] = work / gradients
+    return prices
 
 
 def work_of_gradients(layers: Layers) -> float:
     """Return the FLOPs of a batch's gradient, forward pass included: three times the forward products."""
-    return (
-        3
-        * (layers.num_examples or 0)
-        * sum(products_of(x) for x in layers if x.positions is not None)
-    )
+    forward = sum(products_of(x) for x in layers if x.positions is not None)
+    return 3 * (layers.num_examples or 0) * forward
 
 
-def work_of_layers(layers: Layers, inverse: Inverse, share: int) -> dict[str, float]:
+def work_of_layers(
+    layers: Layers,
+    inverse: Inverse,
+    share: int,
+) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
     Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
     refresh's FLOP counts `REFRESH_PRICE` times, on CPUs `REFRESH_PRICE_ON_CPUS` times.
     """
-    price = inverse.flops * (
-        REFRESH_PRICE_ON_CPUS if jax.default_backend() == "cpu" else REFRESH_PRICE
-    )
+    on_cpus = jax.default_backend() == "cpu"
+    price = inverse.flops * (REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE)
     examples = (layers.num_examples or 0) / share
-    return {
-        layer.name: examples * (statistics_of(layer) + 2 * products_of(layer))
-        + price * layer.copies * layer.inversion
-        for layer in layers
-        if layer.positions is not None
-    }
+    work = {}
+    for layer in layers:
+        if layer.positions is not None:
+            statistics = examples * (statistics_of(layer) + 2 * products_of(layer))
+            refresh = price * layer.copies * layer.inversion
+            work[layer.name] = statistics + refresh
+    return work
 
 
-def applied(shapes: Mapping[str, tuple[int, ...]]) -> float:
+def applied(shapes: Mapping[str, Shape]) -> float:
     """Return the FLOPs to multiply a block's gradient by a factor on each side.
 
     Args:
       shapes: the factors' shapes: `(d, d)` for a matrix, `(d,)` for a diagonal.
     """
-    sides = sum(shape[0] if len(shape) > 1 else 1 for shape in shapes.values())
-    return 2.0 * math.prod(shape[0] for shape in shapes.values()) * sides
+    elements = 1.0
+    sides = 0
+    for size, *others in shapes.values():
+        elements *= size
+        sides += size if others else 1
+    return 2 * elements * sides
 
 
 def products_of(layer: Layer) -> float:
@@ -134,9 +143,8 @@ def statistics_of(layer: Layer) -> float:
     """Return the FLOPs to form a layer's factors `A` and `G` for an example. Diagonal factors count as 0."""
     if layer.kind not in KRONECKER_KINDS or layer.positions is None:
         return 0.0
-    entries = sum(
-        math.prod(shape)
-        for name, shape in layer.side_shapes.items()
-        if name not in layer.diagonal
-    )
+    entries = 0
+    for name, shape in layer.side_shapes.items():
+        if name not in layer.diagonal:
+            entries += math.prod(shape)
     return 2.0 * layer.positions * layer.copies * entries

@@ -13,13 +13,13 @@ A `Shard` has an entry for each remainder block, but no entry for each device.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kfac._curvature.blocks import Group
+from kfac._packing import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +51,18 @@ class Shard:
     def location(self, block: int) -> tuple[int, int]:
         """Return a block's device and position."""
         position, device = divmod(block, self.devices)
-        return (device if position < self.full else self.owners[device]), position
+        if position == self.full:
+            device = self.owners[device]
+        return device, position
 
     @property
     def places(self) -> np.ndarray:
         """Each block's slot, `[blocks]`."""
-        locations = [self.location(block) for block in range(self.blocks)]
-        return np.array(
-            [device * self.positions + position for device, position in locations],
-            np.int32,
-        )
+        slots = np.zeros(self.blocks, np.int32)
+        for block in range(self.blocks):
+            device, position = self.location(block)
+            slots[block] = device * self.positions + position
+        return slots
 
     @property
     def order(self) -> np.ndarray:
@@ -72,9 +74,9 @@ class Shard:
     @property
     def held(self) -> np.ndarray:
         """Whether each slot holds a block, `[devices, positions]`."""
-        return np.isin(np.arange(self.devices * self.positions), self.places).reshape(
-            self.devices, -1
-        )
+        held = np.zeros(self.devices * self.positions, bool)
+        held[self.places] = True
+        return held.reshape(self.devices, -1)
 
 
 class Cost(NamedTuple):
@@ -93,7 +95,11 @@ class Cost(NamedTuple):
     elements: int
 
 
-def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) -> Cost:
+def block_cost(
+    name: str,
+    blocks: int,
+    shapes: Mapping[str, Shape],
+) -> Cost:
     """Return the cost of a Kronecker group.
 
     Args:
@@ -101,24 +107,27 @@ def block_cost(name: str, blocks: int, shapes: Mapping[str, tuple[int, ...]]) ->
       blocks: number of blocks.
       shapes: the factors' shapes: `(n, n)`, or `(n,)` for a diagonal.
     """
-    work = sum(
-        shape[0] if len(shape) == 1 else shape[0] ** 3 for shape in shapes.values()
-    )
-    return Cost(name, blocks, work, math.prod(shape[0] for shape in shapes.values()))
+    work = 0
+    elements = 1
+    for size, *others in shapes.values():
+        work += size**3 if others else size
+        elements *= size
+    return Cost(name, blocks, work, elements)
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
     """Return the costs of the groups whose blocks have owners."""
-    return [
-        block_cost(group.name, group.size, group.shapes)
-        for group in groups
-        if group.owned
-    ]
+    owned = [group for group in groups if group.owned]
+    return [block_cost(group.name, group.size, group.shapes) for group in owned]
 
 
-def make_shards(costs: Iterable[Cost], devices: int) -> dict[str, Shard]:
+def make_shards(
+    costs: Iterable[Cost],
+    devices: int,
+) -> dict[str, Shard]:
     """Deal every group's blocks to devices, and return the shards by group name."""
-    shards, load = {}, np.zeros(devices, int)
+    shards = {}
+    load = np.zeros(devices, int)
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
         load[least] += cost.elements

@@ -46,10 +46,11 @@ class Segments:
     @property
     def pieces(self) -> dict[int, int]:
         """By owner: the length of the pieces into which the rest of its segment is split."""
-        return {
-            d: -(-max(0, length - self.direct) // self.devices)
-            for d, length in self.lengths.items()
-        }
+        pieces = {}
+        for device, length in self.lengths.items():
+            rest = max(0, length - self.direct)
+            pieces[device] = -(-rest // self.devices)
+        return pieces
 
     @property
     def room(self) -> int:
@@ -68,8 +69,9 @@ class Segments:
 
 
 def lay_end_to_end(
-    shards: Mapping[str, Shard], sizes: Mapping[str, int]
-) -> tuple[dict[str, dict[int, int]], collections.Counter[int]]:
+    shards: Mapping[str, Shard],
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, dict[int, int]], dict[int, int]]:
     """Lay the remainders' blocks end to end on their owners.
 
     Args:
@@ -81,16 +83,19 @@ def lay_end_to_end(
     """
     lengths: collections.Counter[int] = collections.Counter()
     starts = {}
-    for name, size in sorted(
-        sizes.items()
-    ):  # sorted, because `jit` reorders the groups in a state
-        if shards[name].owners:
-            starts[name] = {device: lengths[device] for device in shards[name].owners}
-            lengths.update(dict.fromkeys(shards[name].owners, size))
-    return starts, collections.Counter(dict(sorted(lengths.items())))
+    # Sort the groups, because `jit` reorders the groups in a state.
+    for name in sorted(sizes):
+        owners = shards[name].owners
+        if owners:
+            starts[name] = {device: lengths[device] for device in owners}
+            lengths.update(dict.fromkeys(owners, sizes[name]))
+    return starts, dict(sorted(lengths.items()))
 
 
-def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segments:
+def make_segments(
+    shards: Mapping[str, Shard],
+    sizes: Mapping[str, int],
+) -> Segments:
     """Return the layout of some groups' remainders.
 
     Args:
@@ -99,19 +104,19 @@ def make_segments(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Segm
     """
     devices = next(iter(shards.values())).devices
     starts, lengths = lay_end_to_end(shards, sizes)
-    shortest, longest = (
-        (0, 0)
-        if len(lengths) < devices
-        else (min(lengths.values()), max(lengths.values()))
-    )
-    total = sum(shards[name].blocks * size for name, size in sizes.items())
-    filled = devices * longest - lengths.total()
-    return Segments(
-        devices, starts, dict(lengths), longest if filled <= FILL * total else shortest
-    )
+    direct = 0
+    if len(lengths) == devices:
+        message = sum(shards[name].blocks * size for name, size in sizes.items())
+        longest = max(lengths.values())
+        padding = devices * longest - sum(lengths.values())
+        direct = longest if padding <= FILL * message else min(lengths.values())
+    return Segments(devices, starts, lengths, direct)
 
 
-def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+def make_buckets(
+    sizes: Mapping[str, int],
+    number: int,
+) -> list[list[str]]:
     """Divide the groups into buckets of about equal size, in the order in which a backward pass finishes them.
 
     Args:
@@ -123,7 +128,8 @@ def make_buckets(sizes: Mapping[str, int], number: int) -> list[list[str]]:
       The group names in each bucket. Empty buckets are omitted.
     """
     buckets: list[list[str]] = [[] for _ in range(number)]
-    total, seen = max(1, sum(sizes.values())), 0
+    total = max(1, sum(sizes.values()))
+    seen = 0
     for name in reversed(list(sizes)):
         buckets[seen * number // total].append(name)
         seen += sizes[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import BUCKETS
 from kfac._factors import Statistics
 from kfac._packing import flatten, unflatten
-from kfac._varying import as_varying, axis_size, varying_axes
+from kfac._varying import Axes, PyTree, as_varying, axis_size, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Way:
       owners: the axes, among `axes`, over which blocks are dealt.
     """
 
-    axes: tuple[str, ...] = ()
-    owners: tuple[str, ...] = ()
+    axes: Axes = ()
+    owners: Axes = ()
 
     @property
     def alone(self) -> bool:
@@ -62,106 +61,106 @@ class Way:
 
     def owns(self, shard: Shard) -> jax.Array:
         """Return for each position whether this device owns a block there, `[positions]`."""
-        return (
-            jnp.ones(shard.positions, bool)
-            if shard.held.all()
-            else self._row(shard.held)
-        )
+        if shard.held.all():
+            return jnp.ones(shard.positions, bool)
+        return self._row(shard.held)
 
-    def take(self, stacks: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
+    def take(
+        self,
+        stacks: Mapping[str, PyTree],
+        shards: Shards,
+    ) -> dict[str, PyTree]:
         """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
 
         A device without a block at the last position gets a copy of block 0 as a placeholder. A group without a shard
         keeps all blocks.
         """
 
-        def taken(name, stack):
-            index = self._row(shards[name].order.reshape(shards[name].devices, -1))
+        def taken(stack, shard):
+            index = self._row(shard.order.reshape(shard.devices, -1))
             return jax.tree.map(
                 lambda x: x.at[index].get(mode="promise_in_bounds"), stack
             )
 
-        return {
-            name: taken(name, x) if self.owners and name in shards else x
-            for name, x in stacks.items()
-        }
+        own = dict(stacks)
+        if self.owners:
+            for name, stack in stacks.items():
+                if name in shards:
+                    own[name] = taken(stack, shards[name])
+        return own
 
     def _row(self, table: np.ndarray) -> jax.Array:
         """Return this device's row of a table `[devices, ...]`."""
         return jnp.asarray(table)[lax.axis_index(self.owners)]
 
-    def gather(self, own: Stacks, shards: Shards) -> dict[str, jax.Array]:
+    def gather(
+        self,
+        own: Stacks,
+        shards: Shards,
+    ) -> Stacks:
         """Undo `take`: gather all blocks on all devices."""
-        return (
-            gather_from_owners(own, shards, self.owners) if self.owners else dict(own)
-        )
+        if not self.owners:
+            return own
+        return gather_from_owners(own, shards, self.owners)
 
     def means(
-        self, stacks: Stacks, shards: Shards, parts: int = 1
-    ) -> dict[str, jax.Array]:
+        self,
+        stacks: Stacks,
+        shards: Shards,
+        buckets: int = 1,
+    ) -> Stacks:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
-        The mean is sent in `parts` messages. With several messages, the first can overlap with the backward pass.
+        The mean is sent in `buckets` messages. With several messages, the first can overlap with the backward pass.
         """
         if not self.owners:
-            return self.mean(dict(stacks))
-        return means_to_owners(
-            stacks,
-            shards,
-            self.owners,
-            parts,
-            tuple(x for x in self.axes if x not in self.owners),
-        )
+            return self.mean(stacks)
+        replicas = tuple(axis for axis in self.axes if axis not in self.owners)
+        return means_to_owners(stacks, shards, self.owners, buckets, replicas)
 
     def statistics(
-        self, stacks: Mapping[str, Statistics], shards: Shards
+        self,
+        stacks: Mapping[str, Statistics],
+        shards: Shards,
     ) -> dict[str, Statistics]:
         """Apply `means` to statistics."""
-        received = self.means(
-            {name: flatten(stack) for name, stack in stacks.items()}, shards, BUCKETS
-        )
-        wide = {
-            n: jax.tree.map(lambda x, d=received[n].dtype: x.astype(d), stack)
-            for n, stack in stacks.items()
-        }
-        return {name: unflatten(received[name], like) for name, like in wide.items()}
+        flat = {name: flatten(stack) for name, stack in stacks.items()}
+        received = self.means(flat, shards, BUCKETS)
 
-    def mean(self, tree: Any) -> Any:
+        def unflattened(flat, stack):
+            wide = jax.tree.map(lambda x: x.astype(flat.dtype), stack)
+            return unflatten(flat, wide)
+
+        return {name: unflattened(received[name], x) for name, x in stacks.items()}
+
+    def mean(self, tree: PyTree) -> PyTree:
         """Average arrays over devices in a single message."""
         if self.alone or not jax.tree.leaves(tree):
             return tree
         flat, unravel = ravel_pytree(tree)
-        return unravel(
-            lax.pmean(
-                as_varying(flat, varying_axes(lax.axis_index(self.axes))), self.axes
-            )
-        )
+        return unravel(_reduce(lax.pmean, flat, self.axes))
 
     def total(self, x: jax.Array) -> jax.Array:
         """Sum an array over the owners' axes. Each device has computed its array from its own blocks."""
-        return self._over_owners(lax.psum, x)
+        return _reduce(lax.psum, x, self.owners)
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Return the maximum over the owners' axes."""
-        return self._over_owners(lax.pmax, x)
+        return _reduce(lax.pmax, x, self.owners)
 
     def agree(self, flag: jax.Array) -> jax.Array:
         """Return whether a flag is set on all devices along the owners' axes."""
-        return self._over_owners(lax.pmin, flag.astype(jnp.int32)) > 0
+        return _reduce(lax.pmin, flag.astype(jnp.int32), self.owners) > 0
 
-    def _over_owners(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        return (
-            reduce(
-                as_varying(x, varying_axes(lax.axis_index(self.owners))), self.owners
-            )
-            if self.owners
-            else x
-        )
-
-    def check(self, what: str, tree: Any) -> None:
+    def check(
+        self,
+        what: str,
+        tree: PyTree,
+    ) -> None:
         """Raise if arrays vary over bound axes that are not among `axes`, as far as `shard_map` tracks this."""
         axes = self.axes
-        if axes and (unnamed := sorted(varying_axes(tree).difference(axes))):
+        unnamed = sorted(varying_axes(tree).difference(axes))
+        if axes and unnamed:
             where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
             names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
             raise ValueError(
@@ -169,9 +168,21 @@ class Way:
             )
 
 
-def check_alike(params: Any) -> None:
+def _reduce(
+    collective: Callable[..., jax.Array],
+    x: jax.Array,
+    axes: Axes,
+) -> jax.Array:
+    """Apply a collective over axes, if there are any."""
+    if not axes:
+        return x
+    return collective(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
+
+
+def check_alike(params: PyTree) -> None:
     """Raise if parameters vary between devices, as far as `shard_map` tracks this."""
-    if differing := sorted(varying_axes(params)):
+    differing = sorted(varying_axes(params))
+    if differing:
         raise ValueError(
             f"params differ between the devices of {differing}: {SPLIT_BY_HAND}"
         )
@@ -183,5 +194,5 @@ SPLIT_BY_HAND = (
 )
 
 
-def _name(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+def _name(axes: Axes) -> str | Axes:
     return axes[0] if len(axes) == 1 else axes

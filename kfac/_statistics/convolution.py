@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kfac._packing import Shape
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.rows import (
     Arrangement,
@@ -42,72 +43,73 @@ FEW_CHANNELS = 16
 class Convolution:
     """The geometry of `lax.conv_general_dilated`, with an entry per spatial dimension. `spec` is its `lhs_spec`."""
 
-    spec: tuple[int, ...]
-    window: tuple[int, ...]
-    strides: tuple[int, ...]
+    spec: Shape
+    window: Shape
+    strides: Shape
     padding: tuple[tuple[int, int], ...]
-    lhs_dilation: tuple[int, ...]
-    rhs_dilation: tuple[int, ...]
-    out: tuple[int, ...]
+    lhs_dilation: Shape
+    rhs_dilation: Shape
+    out: Shape
 
     @property
     def overlap(self) -> float:
         """The number of windows that contain an input position, away from the edges."""
-        reach = zip(self.window, self.strides, self.out, strict=True)
-        return math.prod(
-            max(1.0, min(size / stride, float(places)))
-            for size, stride, places in reach
-        )
+        windows = 1.0
+        for size, stride, places in zip(
+            self.window, self.strides, self.out, strict=True
+        ):
+            windows *= max(1.0, min(size / stride, places))
+        return windows
 
     def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
         batch, channel, *spatial = self.spec
-        return Patches(
-            as_floats(x, dtype).transpose(batch, *spatial, channel),
-            self,
-            arrange,
-            images,
-            homogeneous,
-        )
+        image = as_floats(x, dtype).transpose(batch, *spatial, channel)
+        return Patches(image, self, arrange, images, homogeneous)
 
 
 def padded(
-    x: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+    x: jax.Array,
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
 ) -> jax.Array:
     """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
-    config = [
-        (low, high, step - 1)
-        for (low, high), step in zip(padding, dilation, strict=True)
-    ]
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *config, (0, 0, 0)])
+    config = [(0, 0, 0)]
+    for (low, high), step in zip(padding, dilation, strict=True):
+        config.append((low, high, step - 1))
+    return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
 
 
-def patches(x: jax.Array, conv: Convolution) -> jax.Array:
+def patches(
+    x: jax.Array,
+    conv: Convolution,
+) -> jax.Array:
     """Return the inputs in each output position's window, `[n, *out, *window, channels]`.
 
     Args:
       x: the images, transposed to `[n, *spatial, channels]`.
       conv: the geometry.
     """
-    out, rank = padded(x, conv.padding, conv.lhs_dilation), len(conv.window)
+    out = padded(x, conv.padding, conv.lhs_dilation)
+    rank = len(conv.window)
     # One gather splits each axis into positions and window. A slice for every tap would need a kernel for every tap.
     for k in reversed(range(rank)):
-        size, window, stride = conv.out[k], conv.window[k], conv.strides[k]
+        size = conv.out[k]
+        window = conv.window[k]
+        stride = conv.strides[k]
         if window == 1:
             out = lax.slice_in_dim(out, 0, (size - 1) * stride + 1, stride, 1 + k)
             out = jnp.expand_dims(out, 2 + k)
         else:
-            seen = stride * np.arange(size)[:, None] + conv.rhs_dilation[k] * np.arange(
-                window
-            )
-            out = jnp.take(out, seen, axis=1 + k, mode="clip")
-    return out.transpose(
-        0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1
-    )
+            starts = stride * np.arange(size)
+            taps = conv.rhs_dilation[k] * np.arange(window)
+            out = jnp.take(out, starts[:, None] + taps, axis=1 + k, mode="clip")
+    axes = range(1, 2 * rank + 1)
+    return out.transpose(0, *axes[::2], *axes[1::2], 2 * rank + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Patches:
-    """The rows that a convolution reads, stored as the image.
+    """The rows that a convolution reads, stored as the image, with the methods of `Rows`.
 
     Attributes:
       image: `[n, *spatial, channels]`.
@@ -134,139 +136,139 @@ class Patches:
         # Correlations pair all channels, even across groups, so grouped convolutions use patches.
         if not self.arrange.copies and self.image.shape[-1] >= FEW_CHANNELS:
             axes = offset_axes(self.image.shape[1:-1], self.conv)
-        moment = (
-            self._gram_of_patches() if axes is None else self._gram_of_offsets(axes)
-        )
+        if axes is None:
+            moment = self._gram_of_patches()
+        else:
+            moment = self._gram_of_offsets(axes)
         # Patches are linear in the image, so the patches of the summed image are the summed patches.
         summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
-        total = jnp.sum(self._arranged(1)(patches(summed, self.conv)), axis=(1, 2))
+        total = jnp.sum(self._arranged(patches(summed, self.conv)), axis=(1, 2))
         return bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(
-            self._sums_by_image(lambda x: jnp.square(x.astype(accumulator(x.dtype)))),
-            axis=1,
-        )
+        def square(x):
+            return jnp.square(x.astype(accumulator(x.dtype)))
+
+        squares = jnp.sum(self._sums_by_image(square), axis=1)
         return append(squares, self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
         total = self._sums_by_image(lambda x: x)
-        total = (
-            total if self.arrange.examples else jnp.sum(total, axis=1, keepdims=True)
-        )
+        if not self.arrange.examples:
+            total = jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
 
     def by_example(self) -> jax.Array:
-        return (
-            self.image
-            if self.images
-            else Rows(self.arrange(patches(self.image, self.conv))).by_example()
-        )
+        if self.images:
+            return self.image
+        return Rows(self.arrange(patches(self.image, self.conv))).by_example()
 
     def part(self, part: jax.Array) -> jax.Array:
         if self.images:
-            part = jnp.moveaxis(
-                self._arranged(part.shape[0])(patches(part, self.conv)), 0, 1
-            )
+            part = self._arranged(patches(part, self.conv))
+            part = jnp.moveaxis(part, 0, 1)
         return append(part, self.homogeneous, 1)
 
-    def _arranged(self, images: int) -> Arrangement:
-        """Return the arrangement for patches from `images` images."""
-        alone = (
-            self.image.shape[0] == 1
-        )  # the axis of a single image does not appear in `split`
-        return (
-            self.arrange
-            if alone
-            else self.arrange._replace(split=(images, *self.arrange.split[1:]))
-        )
-
-    def _of_features(self, lead: tuple[int, ...]) -> Arrangement:
-        """Return the arrangement for arrays whose axes are `lead`, which hold the examples, and the features."""
-        first, more = len(self.arrange.examples) + len(self.arrange.rows), len(lead)
-
-        def moved(positions):
-            return tuple(k - first + more for k in positions if k >= first)
-
+    def _arranged(self, rows: jax.Array) -> jax.Array:
+        """Bring the patches of any number of images to the normal form."""
         arrange = self.arrange
-        split = (*lead, *arrange.split[first:])
-        copies, features, flips = map(
-            moved, (arrange.copies, arrange.features, arrange.flips)
+        # The axis of a single image does not appear in `split`.
+        if len(self.image) > 1:
+            arrange = arrange._replace(split=(len(rows), *arrange.split[1:]))
+        return arrange(rows)
+
+    def _feature_arrangement(self, lead: Shape) -> Arrangement:
+        """Return the arrangement for arrays whose axes are `lead`, which hold the examples, and the features."""
+        arrange = self.arrange
+        first = len(arrange.examples) + len(arrange.rows)
+
+        def moved(axes):
+            return tuple(k - first + len(lead) for k in axes if k >= first)
+
+        return Arrangement(
+            split=(*lead, *arrange.split[first:]),
+            copies=moved(arrange.copies),
+            examples=tuple(range(len(lead))),
+            rows=(),
+            features=moved(arrange.features),
+            flips=moved(arrange.flips),
         )
-        return Arrangement(split, copies, tuple(range(more)), (), features, flips)
 
     def _sums_by_image(self, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Apply a function to each patch entry and sum over positions, `[copies, images, d]`.
 
         Only a single tap is formed at a time.
         """
-        x, conv, taps = self.image, self.conv, []
+        x = self.image
+        conv = self.conv
+        taps = []
         for offset in itertools.product(*(range(size) for size in conv.window)):
-            moved = [
-                (p[0] - o * d, p[1])
-                for p, o, d in zip(conv.padding, offset, conv.rhs_dilation, strict=True)
-            ]
-            one = dataclasses.replace(
-                conv, window=(1,) * len(conv.window), padding=tuple(moved)
+            padding = []
+            for k, (low, high) in enumerate(conv.padding):
+                padding.append((low - offset[k] * conv.rhs_dilation[k], high))
+            tap = dataclasses.replace(
+                conv, window=(1,) * len(offset), padding=tuple(padding)
             )
-            seen = of(patches(x, one).reshape(x.shape[0], -1, x.shape[-1]))
+            seen = of(patches(x, tap).reshape(len(x), -1, x.shape[-1]))
             taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
-        return self._of_features((x.shape[0],))(jnp.stack(taps, axis=1))[:, :, 0]
+        return self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
 
     def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
-        form = self._of_features(())
-        names, order = form.split, form.features
-        moment = offset_moment(self.image, axes).reshape(*names, *names)
-        flips = [*form.flips, *(k + len(names) for k in form.flips)]
-        moment = jnp.flip(moment, flips) if flips else moment
-        return moment.transpose(*order, *(k + len(names) for k in order)).reshape(
-            1, math.prod(names), math.prod(names)
-        )
+        form = self._feature_arrangement(())
+        split = form.split
+        rank = len(split)
+        d = math.prod(split)
+        moment = offset_moment(self.image, axes).reshape(*split, *split)
+        if form.flips:
+            moment = jnp.flip(moment, [*form.flips, *(k + rank for k in form.flips)])
+        order = [*form.features, *(k + rank for k in form.features)]
+        return moment.transpose(order).reshape(1, d, d)
 
     def _gram_of_patches(self) -> jax.Array:
-        conv, taps, n = self.conv, math.prod(self.conv.window), len(self.image)
+        conv = self.conv
+        n = len(self.image)
+        taps = math.prod(conv.window)
         # With a single tap, the patches are no larger than the image.
-        limit = (
-            n
-            if taps == 1
-            else max(
-                1, PATCH_ELEMENTS // (math.prod(conv.out) * taps * self.image.shape[-1])
-            )
-        )
+        limit = n
+        if taps > 1:
+            elements = math.prod(conv.out) * taps * self.image.shape[-1]
+            limit = max(1, PATCH_ELEMENTS // elements)
 
         def moments(part):
-            return Rows(self._arranged(part.shape[0])(patches(part, conv))).gram()
+            return Rows(self._arranged(patches(part, conv))).gram()
 
-        few, many = (
-            functools.partial(sum_of_parts, moments, k * limit) for k in (1, ON_GPUS)
-        )
-        return (
-            few(self.image)
-            if n <= limit
-            else lax.platform_dependent(self.image, cuda=many, default=few)
-        )
+        few = functools.partial(sum_of_parts, moments, limit)
+        if n <= limit:
+            return few(self.image)
+        many = functools.partial(sum_of_parts, moments, ON_GPUS * limit)
+        return lax.platform_dependent(self.image, cuda=many, default=few)
 
 
-def offset_axes(sizes: Sequence[int], conv: Convolution) -> tuple[Axis, ...] | None:
+def offset_axes(
+    sizes: Sequence[int],
+    conv: Convolution,
+) -> tuple[Axis, ...] | None:
     """Return the geometry for `offset_moment`, or None if patches are faster or the geometry needs them."""
-    taps, positions = math.prod(conv.window), math.prod(conv.out)
+    taps = math.prod(conv.window)
+    positions = math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
-    axes = tuple(
-        map(
-            Axis,
-            sizes,
-            conv.window,
-            conv.rhs_dilation,
-            (low for low, _ in conv.padding),
-            conv.out,
+    axes = []
+    for k, (low, _) in enumerate(conv.padding):
+        axes.append(
+            Axis(
+                size=sizes[k],
+                window=conv.window[k],
+                dilation=conv.rhs_dilation[k],
+                low=low,
+                out=conv.out[k],
+            )
         )
-    )
     # The factor 1.5 is 0.75 times 2. Symmetry halves the products for all offsets, and the borders add half of the
     # remainder. Patches must take at least twice as many products as correlations.
     products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)
-    return axes if products < taps**2 * positions else None
+    return tuple(axes) if products < taps**2 * positions else None

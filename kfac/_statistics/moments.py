@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kfac._factors import Kronecker
-from kfac._statistics.convolution import PATCH_ELEMENTS
-from kfac._statistics.rows import Arrangement, Form, Rows, accumulator
+from kfac._statistics.convolution import PATCH_ELEMENTS, Patches
+from kfac._statistics.rows import Arrangement, Rows, accumulator
 from kfac._varying import sum_of_parts
 
 
-def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Array:
+def squares_in_basis(
+    x: Rows | Patches,
+    g: Rows,
+    basis: Kronecker,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Sum the squared per-example gradients in an eigenbasis, `[copies, d_out, d_in]`.
 
     The factors have the eigenvectors `Q_A` and `Q_G`. Example `i` contributes `sum_p g_ip a_ip^T`, a sum over positions
@@ -33,30 +38,31 @@ def squares_in_basis(x: Form, g: Rows, basis: Kronecker, dtype: Any) -> jax.Arra
     elements = copies * (d_in * d_out * (positions > 1) + positions * (d_in + d_out))
 
     def squares(inputs, gradients):
-        return _squares(
-            x.part(inputs).astype(dtype), g.part(gradients).astype(dtype), basis
-        )
+        a = x.part(inputs).astype(dtype)
+        return _squares(a, g.part(gradients).astype(dtype), basis)
 
-    return sum_of_parts(
-        squares, max(1, PATCH_ELEMENTS // elements), x.by_example(), g.by_example()
-    )
+    limit = max(1, PATCH_ELEMENTS // elements)
+    return sum_of_parts(squares, limit, x.by_example(), g.by_example())
 
 
-def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
+def _squares(
+    a: jax.Array,
+    g: jax.Array,
+    basis: Kronecker,
+) -> jax.Array:
     """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
-    q_a, q_g = basis.A.astype(a.dtype), basis.G.astype(a.dtype)
-    positions, d_in, d_out = a.shape[2], a.shape[3], g.shape[3]
+    q_a = basis.A.astype(a.dtype)
+    q_g = basis.G.astype(a.dtype)
+    positions, d_in = a.shape[2:]
+    d_out = g.shape[3]
     # Rotate either the rows or the gradient, which is one matrix per example, whichever takes fewer products.
     rows_first = positions * (d_in**2 + d_out**2) <= d_in * d_out * (d_in + d_out)
     if rows_first:
-        a, g = (
-            jnp.einsum("ncsi,cij->ncsj", a, q_a),
-            jnp.einsum("ncso,cop->ncsp", g, q_g),
-        )
+        a = jnp.einsum("ncsi,cij->ncsj", a, q_a)
+        g = jnp.einsum("ncso,cop->ncsp", g, q_g)
     if positions == 1:
-        return jnp.einsum(
-            "nco,nci->coi", jnp.square(g[:, :, 0]), jnp.square(a[:, :, 0])
-        )
+        g = jnp.square(g[:, :, 0])
+        return jnp.einsum("nco,nci->coi", g, jnp.square(a[:, :, 0]))
     gradients = jnp.einsum("ncso,ncsi->ncoi", g, a)
     if not rows_first:
         gradients = jnp.einsum("cop,ncoi,cij->ncpj", q_g, gradients, q_a)
@@ -64,7 +70,9 @@ def _squares(a: jax.Array, g: jax.Array, basis: Kronecker) -> jax.Array:
 
 
 def example_gradients(
-    g: jax.Array, coefficient: jax.Array | None, arrange: Arrangement
+    g: jax.Array,
+    coefficient: jax.Array | None,
+    arrange: Arrangement,
 ) -> jax.Array:
     """Return the per-example gradients with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
@@ -83,7 +91,6 @@ def example_gradients(
     axes = [*arrange.examples, *arrange.features]
     order = sorted(axes)
     # Sum before transposing, in the array's memory layout.
-    gradients = jnp.sum(gradients, axis=arrange.rows).transpose(
-        [order.index(k) for k in axes]
-    )
+    gradients = jnp.sum(gradients, axis=arrange.rows)
+    gradients = gradients.transpose([order.index(k) for k in axes])
     return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

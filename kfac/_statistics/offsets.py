@@ -43,7 +43,11 @@ class Axis(NamedTuple):
         """The largest distance, in taps, between two taps that can both be inside the image."""
         return min(self.window - 1, (self.size - 1) // self.dilation)
 
-    def pair(self, i: int, j: int) -> Pair | None:
+    def pair(
+        self,
+        i: int,
+        j: int,
+    ) -> Pair | None:
         """Return the pair of taps `i` and `j`, or None if the two taps are never both inside the image."""
         offset = (j - i) * self.dilation
         first, last = max(0, -offset), min(self.size, self.size - offset)
@@ -51,16 +55,12 @@ class Axis(NamedTuple):
         stop = min(last, i * self.dilation - self.low + self.out)
         if start >= stop:
             return None
-        return Pair(
-            j - i,
-            offset,
-            tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b),
-        )
+        strips = tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b)
+        return Pair(j - i, offset, strips)
 
     def pairs(self) -> list[Pair | None]:
-        return [
-            self.pair(i, j) for i, j in itertools.product(range(self.window), repeat=2)
-        ]
+        taps = range(self.window)
+        return [self.pair(i, j) for i in taps for j in taps]
 
     def partial(self) -> list[Pair]:
         """Return the distinct pairs that do not reach all positions."""
@@ -68,14 +68,16 @@ class Axis(NamedTuple):
 
     def places(self) -> np.ndarray:
         """Return each pair's index along this axis in the result of `_by_pair`, `[window, window]`."""
-        order: dict[Pair | None, int] = {
-            pair: k for k, pair in enumerate(self.partial(), 2 * self.steps + 1)
-        }
-        order[None] = 2 * self.steps + 1 + len(order)
-        places = [
-            order[p] if p is None or p.strips else self.steps + p.steps
-            for p in self.pairs()
-        ]
+        offsets = 2 * self.steps + 1
+        partial = self.partial()
+        places = []
+        for pair in self.pairs():
+            if pair is None:
+                places.append(offsets + len(partial))
+            elif pair.strips:
+                places.append(offsets + partial.index(pair))
+            else:
+                places.append(self.steps + pair.steps)
         return np.reshape(places, (self.window, self.window))
 
 
@@ -94,12 +96,10 @@ class Pair(NamedTuple):
     strips: tuple[tuple[int, int], ...]
 
 
-def _one(length: int) -> Axis:
-    """Return an axis for data that is already cut to `length` positions."""
-    return Axis(length, 1, 1, 0, length)
-
-
-def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def offset_moment(
+    x: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Sum `a a^T` over examples and output positions, where `a` holds the inputs in the window.
 
     Args:
@@ -109,40 +109,44 @@ def offset_moment(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
     Returns:
       `[*window, channels, *window, channels]`, accumulated in float32 or better.
     """
-    wide, of_pairs = accumulator(x.dtype), functools.partial(_of_pairs, axes=axes)
+    wide = accumulator(x.dtype)
+    of_pairs = functools.partial(_of_pairs, axes=axes)
     if x.dtype == wide:
         return of_pairs(x)
+
+    def of_wide_pairs(x):
+        return of_pairs(x.astype(wide))
+
     # No backend convolves narrow operands into float32. Widening them gives the same products, but is slow on a GPU.
-    return lax.platform_dependent(
-        x, cuda=of_pairs, default=lambda x: of_pairs(x.astype(wide))
-    )
+    return lax.platform_dependent(x, cuda=of_pairs, default=of_wide_pairs)
 
 
-def _of_pairs(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _of_pairs(
+    x: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Compute `offset_moment` from the correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
     # The index of each tap pair's distinct block, [*window, *window].
     rank = len(axes)
-    others = [tuple(j for j in range(2 * rank) if j % rank != k) for k in range(rank)]
-    places = [
-        np.expand_dims(axis.places(), other)
-        for axis, other in zip(axes, others, strict=True)
-    ]
+    places = []
+    for k, axis in enumerate(axes):
+        others = [j for j in range(2 * rank) if j % rank != k]
+        places.append(np.expand_dims(axis.places(), others))
     index = np.ravel_multi_index(np.broadcast_arrays(*places), distinct.shape[:-2])
-    taps, channels = math.prod(axis.window for axis in axes), x.shape[-1]
+    window = [axis.window for axis in axes]
+    taps, channels = math.prod(window), x.shape[-1]
+    distinct = distinct.reshape(-1, channels, channels)
     # A gather writes the matrix once. Concatenating slices, or correcting in place, takes two to four times as long.
-    blocks = jnp.take(
-        distinct.reshape(-1, channels, channels),
-        index.reshape(taps, taps),
-        axis=0,
-        mode="clip",
-    )
-    shape = [*(axis.window for axis in axes), channels]
-    return blocks.transpose(0, 2, 1, 3).reshape(*shape, *shape)
+    blocks = jnp.take(distinct, index.reshape(taps, taps), axis=0, mode="clip")
+    return blocks.transpose(0, 2, 1, 3).reshape(*window, channels, *window, channels)
 
 
 def _by_pair(
-    left: jax.Array, right: jax.Array, axes: Sequence[Axis], k: int
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+    k: int,
 ) -> jax.Array:
     """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
 
@@ -152,60 +156,63 @@ def _by_pair(
     if k == len(axes):
         return _correlate(left, right, axes)
     everywhere = _by_pair(left, right, axes, k + 1)
-    partial, size = axes[k].partial(), everywhere.shape[k]
-    more = len(partial) + (None in axes[k].pairs())
+    axis = axes[k]
+    partial = axis.partial()
+    more = len(partial) + (None in axis.pairs())
     if not more:
         return everywhere
     # Write in place, because XLA would fuse a concatenation with the computation of its parts, element by element.
-    result = jnp.pad(
-        everywhere, [(0, more if j == k else 0) for j in range(everywhere.ndim)]
-    )
-    for place, pair in enumerate(partial, size):
-        part = lax.index_in_dim(everywhere, axes[k].steps + pair.steps, axis=k)
+    widths = [(0, 0)] * everywhere.ndim
+    widths[k] = (0, more)
+    result = jnp.pad(everywhere, widths)
+    for place, pair in enumerate(partial, everywhere.shape[k]):
+        part = lax.index_in_dim(everywhere, axis.steps + pair.steps, axis=k)
         for start, stop in pair.strips:
+            # The data are already cut to the strip.
+            length = stop - start
+            strip = list(axes)
+            strip[k] = Axis(length, 1, 1, 0, length)
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
             if left is not right or pair.offset:
-                from_right = lax.slice_in_dim(
-                    right, start + pair.offset, stop + pair.offset, axis=k + 1
-                )
-            part -= _by_pair(
-                from_left,
-                from_right,
-                [*axes[:k], _one(stop - start), *axes[k + 1 :]],
-                k + 1,
-            )
+                start += pair.offset
+                from_right = lax.slice_in_dim(right, start, start + length, axis=k + 1)
+            part -= _by_pair(from_left, from_right, strip, k + 1)
         result = lax.dynamic_update_slice_in_dim(result, part, place, axis=k)
     return result
 
 
-def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _correlate(
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Return `sum_q left[q] right[q + d]^T` for all offsets `d` between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
+    dtype = accumulator(left.dtype)
     if not any(axis.steps for axis in axes):
         # With a single offset, a matrix product suffices and avoids the layouts that convolutions need.
-        left, right = (part.reshape(-1, part.shape[-1]) for part in (left, right))
-        moment = jnp.einsum(
-            "ri,rj->ij", left, right, preferred_element_type=accumulator(left.dtype)
-        )
+        left = left.reshape(-1, left.shape[-1])
+        right = right.reshape(-1, right.shape[-1])
+        moment = jnp.einsum("ri,rj->ij", left, right, preferred_element_type=dtype)
         return moment.reshape((1,) * rank + moment.shape)
-    if left.dtype != accumulator(left.dtype):
+    if left.dtype != dtype:
         return _products(left, right, axes)
     middle = tuple(range(1, rank + 1))
     # As in a kernel's gradient, swap the roles of batch and channels.
     spec = lax.ConvDimensionNumbers(
         (rank + 1, 0, *middle), (rank + 1, 0, *middle), (rank + 1, rank, *range(rank))
     )
+    dilation = [axis.dilation for axis in axes]
     reach = [axis.steps * axis.dilation for axis in axes]
     padding = [(r, r) for r in reach]
     # If an image is correlated with itself, `C[-d] = C[d]^T`, so compute only half of the offsets along this axis.
-    half = (
-        next(k for k, axis in enumerate(axes) if axis.steps) if left is right else None
-    )
-    if half is not None:
+    half = None
+    if left is right:
+        half = next(k for k, axis in enumerate(axes) if axis.steps)
         padding[half] = (0, reach[half])
     ahead = lax.conv_general_dilated(
-        right, left, [axis.dilation for axis in axes], padding, dimension_numbers=spec
+        right, left, dilation, padding, dimension_numbers=spec
     )
     if half is None:
         return ahead
@@ -213,26 +220,24 @@ def _correlate(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.A
     return jnp.concatenate([behind, ahead], axis=half)
 
 
-def _products(left: jax.Array, right: jax.Array, axes: Sequence[Axis]) -> jax.Array:
+def _products(
+    left: jax.Array,
+    right: jax.Array,
+    axes: Sequence[Axis],
+) -> jax.Array:
     """Compute `_correlate` as a matrix product with shifted copies, which sums narrow operands in float32."""
     reach = [axis.steps * axis.dilation for axis in axes]
     padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])
-    sizes = left.shape[1:-1]
-    starts = itertools.product(
-        *(range(0, 2 * r + 1, a.dilation) for r, a in zip(reach, axes, strict=True))
-    )
-    shifted = [
-        lax.slice(
-            padded,
-            (0, *at, 0),
-            (len(left), *map(sum, zip(at, sizes, strict=True)), left.shape[-1]),
-        )
-        for at in starts
-    ]
+    shifts = [range(0, 2 * a.steps * a.dilation + 1, a.dilation) for a in axes]
+    shifted = []
+    for starts in itertools.product(*shifts):
+        ends = [a + b for a, b in zip(starts, left.shape[1:-1], strict=True)]
+        copy = lax.slice(padded, (0, *starts, 0), (len(left), *ends, left.shape[-1]))
+        shifted.append(copy)
     moment = jnp.einsum(
         "n...i,on...j->oij",
         left,
         jnp.stack(shifted),
         preferred_element_type=accumulator(left.dtype),
     )
-    return moment.reshape(*(2 * axis.steps + 1 for axis in axes), *moment.shape[1:])
+    return moment.reshape(*(len(x) for x in shifts), *moment.shape[1:])

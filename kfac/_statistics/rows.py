@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from kfac._packing import in_blocks
+from kfac._packing import Shape, in_blocks, pad_end
 
 
-def accumulator(dtype: Any) -> Any:
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype in which products of `dtype` operands are summed: float32 or wider."""
     # JAX defines no promotion for floats of eight bits or fewer.
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
-    return jnp.dtype(jnp.float32) if narrow else jnp.promote_types(dtype, jnp.float32)
+    return jnp.promote_types(jnp.float32 if narrow else dtype, jnp.float32)
 
 
 class Arrangement(NamedTuple):
@@ -38,26 +39,20 @@ class Arrangement(NamedTuple):
       flips: the axes to reverse.
     """
 
-    split: tuple[int, ...]
-    copies: tuple[int, ...]
-    examples: tuple[int, ...]
-    rows: tuple[int, ...]
-    features: tuple[int, ...]
-    flips: tuple[int, ...] = ()
+    split: Shape
+    copies: Shape
+    examples: Shape
+    rows: Shape
+    features: Shape
+    flips: Shape = ()
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def size(positions):
-            return math.prod(self.split[k] for k in positions)
-
-        x = (
-            jnp.flip(x.reshape(self.split), self.flips)
-            if self.flips
-            else x.reshape(self.split)
-        )
+        x = x.reshape(self.split)
+        if self.flips:
+            x = jnp.flip(x, self.flips)
+        parts = (self.copies, self.examples, self.rows, self.features)
         x = x.transpose(self.copies + self.examples + self.rows + self.features)
-        return x.reshape(
-            size(self.copies), size(self.examples), size(self.rows), size(self.features)
-        )
+        return x.reshape([math.prod(self.split[k] for k in part) for part in parts])
 
 
 class Geometry(Protocol):
@@ -69,9 +64,9 @@ class Geometry(Protocol):
         arrange: Arrangement,
         homogeneous: float | None,
         images: bool,
-        dtype: Any,
+        dtype: DTypeLike,
     ) -> Any:
-        """Return an operation's rows, a `Form`. For a lookup, the rows have only the method `diagonal`.
+        """Return an operation's rows: `Rows`, or `Patches` for a convolution, or `OneHot` for a lookup.
 
         Args:
           x: the operation's data operand.
@@ -82,31 +77,9 @@ class Geometry(Protocol):
         """
 
 
-class Form(Protocol):
-    """The rows on one side of a layer, from which statistics are computed. A homogeneous entry is the last feature."""
-
-    def gram(self) -> jax.Array:
-        """Return the sum of the outer products of all rows, `[copies, d, d]`."""
-
-    def blocks(self, count: int) -> jax.Array:
-        """Return `count` diagonal blocks of `gram`, cut as in `diagonal_blocks`, `[copies, count, rows, rows]`."""
-
-    def diagonal(self) -> jax.Array:
-        """Return the diagonal of `gram`, `[copies, d]`."""
-
-    def sums(self) -> jax.Array:
-        """Sum the rows over the positions of each example, `[copies, n, d]`."""
-
-    def by_example(self) -> jax.Array:
-        """Return the examples as an array `[n, ...]`, whose slices `part` accepts."""
-
-    def part(self, part: jax.Array) -> jax.Array:
-        """Return the rows for a slice of `by_example()`, `[examples, copies, s, d]`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows stored as an array.
+    """The rows on one side of a layer, from which statistics are computed, stored as an array.
 
     Attributes:
       array: `[copies, n, s, d]`, in the layer's compute dtype.
@@ -123,6 +96,7 @@ class Rows:
         return self.array.shape[1] * self.array.shape[2]
 
     def gram(self) -> jax.Array:
+        """Return the sum of the outer products of all rows, `[copies, d, d]`."""
         rows = self.array.reshape(len(self.array), -1, self.array.shape[-1])
         moment = jnp.einsum(
             "cri,crj->cij", rows, rows, preferred_element_type=accumulator(rows.dtype)
@@ -131,6 +105,7 @@ class Rows:
         return bordered(moment, total, self.homogeneous, self.count)
 
     def blocks(self, count: int) -> jax.Array:
+        """Return `count` diagonal blocks of `gram`, cut as in `diagonal_blocks`, `[copies, count, rows, rows]`."""
         copies, n, s, _ = self.array.shape
         rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
         blocks = in_blocks(rows, count)
@@ -138,27 +113,34 @@ class Rows:
         return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
     def diagonal(self) -> jax.Array:
-        squares = jnp.sum(
-            jnp.square(self.array.astype(accumulator(self.array.dtype))), axis=(1, 2)
-        )
-        return append(squares, self.homogeneous, self.count)
+        """Return the diagonal of `gram`, `[copies, d]`."""
+        squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
+        return append(jnp.sum(squares, axis=(1, 2)), self.homogeneous, self.count)
 
     def sums(self) -> jax.Array:
+        """Sum the rows over the positions of each example, `[copies, n, d]`."""
         total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
         return append(total, self.homogeneous, self.array.shape[2])
 
     def by_example(self) -> jax.Array:
+        """Return the examples as an array `[n, ...]`, whose slices `part` accepts."""
         return jnp.moveaxis(self.array, 0, 1)
 
     def part(self, part: jax.Array) -> jax.Array:
+        """Return the rows for a slice of `by_example()`, `[examples, copies, s, d]`."""
         return append(part, self.homogeneous, 1)
 
 
-def as_floats(x: jax.Array, dtype: Any) -> jax.Array:
+def as_floats(
+    x: jax.Array,
+    dtype: DTypeLike,
+) -> jax.Array:
     """Cast integers to `dtype`, and floats of eight bits or fewer to bfloat16, so that they can be multiplied."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(dtype)
-    return x if jnp.finfo(x.dtype).bits > 8 else x.astype(jnp.bfloat16)
+    if jnp.finfo(x.dtype).bits > 8:
+        return x
+    return x.astype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,16 +183,14 @@ class OneHot:
     indices: jax.Array
     lookup: Lookup
     arrange: Arrangement
-    dtype: Any
+    dtype: DTypeLike
 
     def diagonal(self) -> jax.Array:
         flat = self.indices[..., self.lookup.column].reshape(-1)
         inside = jnp.clip(flat, 0, self.lookup.rows - 1)
-        weight = (
-            (flat == inside).astype(self.dtype)
-            if self.lookup.drop
-            else jnp.ones_like(flat, self.dtype)
-        )
+        weight = jnp.ones_like(flat, self.dtype)
+        if self.lookup.drop:
+            weight = (flat == inside).astype(self.dtype)
         counts = jax.ops.segment_sum(weight, inside, num_segments=self.lookup.rows)
         return self.arrange(counts)[:, 0, 0]
 
@@ -243,26 +223,30 @@ class Groups:
 
     def diagonal(self) -> jax.Array:
         squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
-        copy = jnp.searchsorted(
-            jnp.cumsum(self.sizes), jnp.arange(len(squares)), side="right"
-        )
+        ends = jnp.cumsum(self.sizes)
+        copy = jnp.searchsorted(ends, jnp.arange(len(squares)), side="right")
         return jax.ops.segment_sum(squares, copy, num_segments=len(self.sizes))
 
 
-def diagonal_blocks(moment: jax.Array, count: int) -> jax.Array:
+def diagonal_blocks(
+    moment: jax.Array,
+    count: int,
+) -> jax.Array:
     """Cut `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last padded with zeros."""
-    (*lead, d), rows, block = (
-        moment.shape[:-1],
-        -(-moment.shape[-1] // count),
-        np.arange(count),
-    )
-    moment = jnp.pad(moment, [(0, 0)] * len(lead) + [(0, count * rows - d)] * 2)
-    return jnp.moveaxis(
-        moment.reshape(*lead, count, rows, count, rows)[..., block, :, block, :], 0, -3
-    )
+    *lead, d, _ = moment.shape
+    rows = -(-d // count)
+    missing = count * rows - d
+    moment = pad_end(moment, missing, missing)
+    split = moment.reshape(*lead, count, rows, count, rows)
+    block = np.arange(count)
+    return jnp.moveaxis(split[..., block, :, block, :], 0, -3)
 
 
-def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
+def append(
+    rows: jax.Array,
+    homogeneous: float | None,
+    count: int,
+) -> jax.Array:
     """Append the homogeneous entry, multiplied by `count`, as the last feature. None leaves the rows unchanged."""
     if homogeneous is None:
         return rows
@@ -271,7 +255,10 @@ def append(rows: jax.Array, homogeneous: float | None, count: int) -> jax.Array:
 
 
 def bordered(
-    moment: jax.Array, total: jax.Array, homogeneous: float | None, count: int
+    moment: jax.Array,
+    total: jax.Array,
+    homogeneous: float | None,
+    count: int,
 ) -> jax.Array:
     """Append the row and column of a homogeneous entry to a sum of outer products.
 
@@ -281,10 +268,10 @@ def bordered(
       homogeneous: 1, or 0 for an operation that uses the kernel without its bias. None leaves `moment` unchanged.
       count: the number of summed rows.
     """
+    if homogeneous is None:
+        return moment
     if not homogeneous:
-        return (
-            moment if homogeneous is None else jnp.pad(moment, ((0, 0), (0, 1), (0, 1)))
-        )
+        return pad_end(moment, 1, 1)
     corner = jnp.full((moment.shape[0], 1, 1), count, moment.dtype)
     top = jnp.concatenate([moment, total[:, :, None]], axis=2)
     bottom = jnp.concatenate([total[:, None, :], corner], axis=2)
