@@ -18,7 +18,7 @@ from kfac._optimizer.state import has_masked
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 
 
-def fitted(
+def hide_masked_biases(
     layers: Layers, build: Callable[[Layers], optax.GradientTransformationExtraArgs]
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer for the layers without the biases that `optax.masked` or `optax.partition` hides.

@@ -18,7 +18,7 @@ from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import COST, affordable
 from kfac._layers import UNREACHED, Layers, leaves_by_path, map_by_path
-from kfac._optimizer.arguments import fitted
+from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.scale_by_kfac import precondition_and_move
@@ -306,7 +306,7 @@ def assemble(
             optax.chain(*(parts or [optax.identity()])),
         )
 
-    return fitted(layers, build)
+    return hide_masked_biases(layers, build)
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:

@@ -56,13 +56,18 @@ class Moves:
         """Whether `step_norm` or `trust_ratio` rescales the steps."""
         return self.step_norm is not None or self.trust_ratio is not None
 
-    def at(self, count: jax.Array, damping: jax.Array) -> Now:
+    def at(self, count: jax.Array, damping: jax.Array) -> StepScalars:
         """Return the scalars of step `count`."""
-        given = (self.trust_ratio, self.kl_clip)
-        coefficient, limit = (None if x is None else value_at(x, count) for x in given)
-        decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return Now(
-            damping, limit, value_at(self.learning_rate, count), decay, coefficient
+
+        def optional(scalar: ScalarOrSchedule | None) -> jax.Array | None:
+            return None if scalar is None else value_at(scalar, count)
+
+        return StepScalars(
+            damping=damping,
+            limit=optional(self.kl_clip),
+            rate=value_at(self.learning_rate, count),
+            momentum=value_at(0.0 if self.momentum is None else self.momentum, count),
+            coefficient=optional(self.trust_ratio),
         )
 
     def needs_params(self, group: Group) -> bool:
@@ -81,7 +86,7 @@ class Moves:
         return multiplier * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
 
 
-class Motion(NamedTuple):
+class MomentumState(NamedTuple):
     """The momentum state of `k` blocks, and their adaptive rates.
 
     Attributes:
@@ -94,7 +99,7 @@ class Motion(NamedTuple):
     rate: jax.Array | None
 
 
-class Now(NamedTuple):
+class StepScalars(NamedTuple):
     """The scalars of one step.
 
     Attributes:
@@ -116,16 +121,18 @@ def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Arr
     """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
     length = rate * rate * product
     # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
-    return jnp.where(
-        length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0
-    )
+    scale = jnp.sqrt(limit / jnp.where(length > 0, length, 1))
+    return jnp.where(length > limit, scale, 1.0)
 
 
 # A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
 # cosine is below TOO_FAR. It changes by at most a factor `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
 # Cosines between the bounds say nothing about the rate. With small batches, noise brings cosines near zero. With a
 # learning rate that is tuned for the whole network, steps go a little too far along the sharpest directions.
-AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
+AGREES = 0.02
+TOO_FAR = -0.1
+FOLLOWS = 0.2
+FULL = 0.1
 # The share that a rate's logarithm loses per step. Without this, rates that grow in the first steps would stay large.
 # With small batches, the noise in late steps would then cost more than the first steps gained.
 FORGETS = 0.02
@@ -143,9 +150,8 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
       full: whether rates may grow: the learning rate does not rise and is at least half of its maximum so far. At
         smaller learning rates steps are short, and say nothing about the rate that fits a full learning rate.
     """
-    beyond = jnp.minimum(
-        angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0)
-    )
+    beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
+    beyond = jnp.minimum(beyond, jnp.where(full, jnp.inf, 0))
     new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
     return jnp.clip(new, 1, FASTEST).astype(rate.dtype)
 
@@ -178,28 +184,22 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(group: Group, moves: Moves) -> Kernels:
-    """Return the `Kernels` of a group's blocks."""
+    """Return the `Kernels` of a group's blocks, as NumPy arrays."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.block.kernel and not (
-            moves.step_norm is not None and layer.kind == "embedding"
-        )
-        each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
-        width = np.resize(
-            np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count
-        )
-        parts.append(
-            (
-                np.full(count, kernel * rows * layer.d_out),
-                width,
-                np.full(count, moves.length(layer, kernel)),
-            )
-        )
+        keeps_rows = moves.step_norm is not None and layer.kind == "embedding"
+        kernel = group.block.kernel and not keeps_rows
+        rows = layer.layouts[0].size("in")
+        height = layer.block_shapes["A"][0]
+        widths = np.clip(rows - height * np.arange(layer.cut[0]), 0, height)
+        size = np.full(count, kernel * rows * layer.d_out)
+        length = np.full(count, moves.length(layer, kernel))
+        parts.append(Kernels(size, np.resize(widths, count), length))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Stack(NamedTuple):
-    """A group's stacks, as `lengthened` takes them.
+    """A group's stacks, as `normalize_step` takes them.
 
     Attributes:
       updates: `[k, d_in, d_out]`, the steps before their lengths are set.
@@ -221,12 +221,15 @@ class Stack(NamedTuple):
     @property
     def inside(self) -> jax.Array:
         """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
-        return jnp.arange(self.updates.shape[1])[:, None] < per_block(
-            self.kernels.width, self.updates
-        )
+        rows = jnp.arange(self.updates.shape[1])[:, None]
+        return rows < per_block(self.kernels.width, self.updates)
+
+    def over_kernels(self, sums: jax.Array) -> jax.Array:
+        """Return the sums `[sums, k]` over blocks as sums over the kernels that the blocks belong to."""
+        return sums if self.whole is None else self.whole(sums)
 
 
-def lengthened(
+def normalize_step(
     stacks: Mapping[str, Stack], coefficient: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
@@ -250,37 +253,31 @@ def lengthened(
     Returns:
       The steps, `[k, d_in, d_out]` for each group.
     """
-    steps = {name: x.updates for name, x in stacks.items()}
-    chosen = {
-        name: x
-        for name, x in stacks.items()
-        if coefficient is None or x.params is not None
-    }
-    if not chosen:
+    steps = {name: stack.updates for name, stack in stacks.items()}
+    if coefficient is not None:
+        # The trust ratio rescales kernels only.
+        stacks = {name: x for name, x in stacks.items() if x.params is not None}
+    if not stacks:
         return steps
-    sums = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x.uu) for x in sums.values()]
+    sums_of = {name: _sums(stack) for name, stack in stacks.items()}
     # Join all groups' sums in one vector, so that each operation compiles to a single device kernel.
-    joined = BlockSums(*map(jnp.concatenate, zip(*sums.values(), strict=True)))
-    parts = [
-        jnp.split(x, np.cumsum(sizes)[:-1])
-        for x in (_radial(joined), _ratio_beside_kernels(joined))
-    ]
-    for (name, x), radial, ratio in zip(chosen.items(), *parts, strict=True):
+    joined = BlockSums(*map(jnp.concatenate, zip(*sums_of.values(), strict=True)))
+    ends = np.cumsum([len(s.uu) for s in sums_of.values()])[:-1]
+    radials = jnp.split(_radial(joined), ends)
+    ratios = jnp.split(_ratio_beside_kernels(joined), ends)
+    for (name, x), radial, ratio in zip(stacks.items(), radials, ratios, strict=True):
         u = x.updates
         if x.params is None:
-            steps[name] = u * (
-                ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
-            )
+            ratio = ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
+            steps[name] = u * ratio
             continue
         u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
         if coefficient is None:
-            ratio = jnp.where(
-                x.kernels.size > 0, _spectral_ratio(x, u, sums[name]), ratio
-            )
+            spectral = _spectral_ratio(x, u, sums_of[name])
+            ratio = jnp.where(x.kernels.size > 0, spectral, ratio)
             steps[name] = u * per_block(ratio, u)
         else:
-            ratio = _trust_ratio(x, u, sums[name], coefficient)
+            ratio = _trust_ratio(x, u, sums_of[name], coefficient)
             steps[name] = jnp.where(x.inside, u * per_block(ratio, u), x.updates)
     return steps
 
@@ -329,10 +326,12 @@ def _sums(x: Stack) -> BlockSums:
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
         totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
     zero = jnp.zeros_like(totals[0])
-    size, length = (
-        (zero + per_block(y, zero)).astype(u.dtype).reshape(-1)
-        for y in (x.kernels.size, x.kernels.length)
-    )
+
+    def for_each_sum(values):
+        return (zero + per_block(values, zero)).astype(u.dtype).reshape(-1)
+
+    size = for_each_sum(x.kernels.size)
+    length = for_each_sum(x.kernels.length)
     flat = [y.reshape(-1) for y in totals]
     if x.whole is not None:
         flat = list(x.whole(jnp.stack(flat)))
@@ -347,9 +346,8 @@ def _radial(s: BlockSums) -> jax.Array:
     kernel's norm.
     """
     # Take the roots first, because the product of the squares may leave the range of float32.
-    bound = (
-        RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
-    )
+    bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg)
+    bound = bound / jnp.sqrt(jnp.maximum(s.size, 1))
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
@@ -367,14 +365,11 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
     larger. So the step may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
-    squares = jnp.stack(
-        [jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))]
-    )
-    left, spectral = squares if x.whole is None else x.whole(squares)
-    ratio = _ratio(s.length, spectral)
-    return (
-        ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
-    ).astype(steps.dtype)
+    left = jnp.sum(jnp.square(kernels), axis=(1, 2))
+    spectral = jnp.square(spectral_norm(kernels))
+    left, spectral = x.over_kernels(jnp.stack([left, spectral]))
+    shortened = jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
+    return (_ratio(s.length, spectral) * shortened).astype(steps.dtype)
 
 
 def _trust_ratio(
@@ -382,7 +377,7 @@ def _trust_ratio(
 ) -> jax.Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
-    (left,) = left if x.whole is None else x.whole(left)
+    (left,) = x.over_kernels(left)
     ratio = _ratio(coefficient * jnp.sqrt(s.ww), jnp.maximum(left, LEAST_LEFT * s.uu))
     return jnp.where((s.ww > 0) & (left > 0), ratio, 1).astype(steps.dtype)
 
@@ -402,15 +397,12 @@ def spectral_norm(stack: jax.Array) -> jax.Array:
 
     # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
-    vector = iterate(
-        jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start)))
-    )
+    start = jnp.asarray(start, stack.dtype)
     # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
     # the same mesh axes as the stack.
-    vector = lax.fori_loop(
-        1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector
-    )
-    return jnp.linalg.norm(vector, axis=-1)
+    first = iterate(jnp.broadcast_to(start, (len(stack), len(start))))
+    last = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), first)
+    return jnp.linalg.norm(last, axis=-1)
 
 
 def _normalised(vectors: jax.Array) -> jax.Array:
