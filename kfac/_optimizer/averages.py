@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._curvature.inverse import averaged, finite
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.ways import Way
 from kfac._factors import Average, Factors, Kronecker, Statistics
+from kfac._optimizer.exchange import StepContext, join
 from kfac._optimizer.place import Config, Vectors
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import KfacState, check_devices, check_positions, shards_of
-from kfac._optimizer.step_context import StepContext, join
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -87,7 +87,7 @@ def observe_here(
 def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     config, way, shards = context.config, context.way, context.shards
-    gradients = stack_gradients(config, context.state, factors)
+    gradients = stack_gradients(context, factors.gradients)
     if not way.alone:
         packed = stack_packed(config, factors, way.mean)
         own = {name: shard for name, shard in shards.items() if name in gradients}
@@ -101,14 +101,10 @@ def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     return Stacks(statistics, gradients)
 
 
-def stack_gradients(config: Config, state: KfacState, factors: Factors) -> Vectors:
+def stack_gradients(context: StepContext, gradients: Mapping[str, Array]) -> Vectors:
     """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
-    stacks = {}
-    for group in config.groups:
-        if not group.captured:
-            dtype = state.blocks[group.name].weight.dtype
-            stacks[group.name] = group.stack_matrices(factors.gradients, dtype)
-    return stacks
+    groups = [group for group in context.config.groups if not group.captured]
+    return context.stack(gradients, groups)
 
 
 def stack_packed(
@@ -195,7 +191,7 @@ def update_ema(context: StepContext, stacks: Stacks) -> tuple[KfacState, Vectors
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, needed: jax.Array | None = None
+    way: Way, state: KfacState, needed: Array | None = None
 ) -> tuple[KfacState, Vectors]:
     """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices hold.
 
@@ -236,8 +232,8 @@ def refresh_inverses(
 
 
 def refresh_group(
-    way: Way, state: KfacState, new: KfacState, name: str, wanted: jax.Array
-) -> tuple[KfacState, jax.Array]:
+    way: Way, state: KfacState, new: KfacState, name: str, wanted: Array
+) -> tuple[KfacState, Array]:
     """Refresh the inverses of a group.
 
     Args:
@@ -279,7 +275,7 @@ def gather_bases(way: Way, state: KfacState) -> dict[str, Kronecker]:
     return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
 
 
-def count_blocks(way: Way, state: KfacState, flags: Vectors) -> jax.Array:
+def count_blocks(way: Way, state: KfacState, flags: Vectors) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
     counted = [x if name in state.owned else x & first for name, x in flags.items()]

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import sums
 from kfac._factors import per_block
 from kfac._layers import Layer
 
-ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
+ScalarOrSchedule = float | Array | Callable[[Array], ArrayLike]
 
 
-def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
+def value_at(scalar: ScalarOrSchedule, count: Array) -> Array:
     """Return a scalar, or the value of a schedule at step `count`, as float32."""
     return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
 
@@ -56,10 +56,10 @@ class Moves:
         """Whether `step_norm` or `trust_ratio` rescales the steps."""
         return self.step_norm is not None or self.trust_ratio is not None
 
-    def at(self, count: jax.Array, damping: jax.Array) -> StepScalars:
+    def at(self, count: Array, damping: Array) -> StepScalars:
         """Return the scalars of step `count`."""
 
-        def optional(scalar: ScalarOrSchedule | None) -> jax.Array | None:
+        def optional(scalar: ScalarOrSchedule | None) -> Array | None:
             return None if scalar is None else value_at(scalar, count)
 
         return StepScalars(
@@ -95,8 +95,8 @@ class MomentumState(NamedTuple):
       rate: `[k]`, multipliers of the learning rate; None without adaptive rates.
     """
 
-    momentum: jax.Array | None
-    rate: jax.Array | None
+    momentum: Array | None
+    rate: Array | None
 
 
 class StepScalars(NamedTuple):
@@ -110,14 +110,14 @@ class StepScalars(NamedTuple):
       coefficient: the trust ratio, or None.
     """
 
-    damping: jax.Array
-    limit: jax.Array | None
-    rate: jax.Array
-    momentum: jax.Array
-    coefficient: jax.Array | None
+    damping: Array
+    limit: Array | None
+    rate: Array
+    momentum: Array
+    coefficient: Array | None
 
 
-def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:
+def clip_scale(limit: Array, rate: Array, product: Array) -> Array:
     """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
     length = rate * rate * product
     # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
@@ -139,7 +139,7 @@ FORGETS = 0.02
 FASTEST = 4.0
 
 
-def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
+def adapted(rate: Array, angle: Array, full: Array) -> Array:
     """Return the updated rates of blocks, each from 1 to `FASTEST`.
 
     A rate grows if the loss still falls along the last direction, and falls if the last step went too far.
@@ -211,27 +211,27 @@ class Stack(NamedTuple):
         the same shape. None if each block is a whole kernel.
     """
 
-    updates: jax.Array
-    params: jax.Array | None
-    gradients: jax.Array
+    updates: Array
+    params: Array | None
+    gradients: Array
     kernels: Kernels
     by_row: bool = False
-    whole: Callable[[jax.Array], jax.Array] | None = None
+    whole: Callable[[Array], Array] | None = None
 
     @property
-    def inside(self) -> jax.Array:
+    def inside(self) -> Array:
         """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
         rows = jnp.arange(self.updates.shape[1])[:, None]
         return rows < per_block(self.kernels.width, self.updates)
 
-    def over_kernels(self, sums: jax.Array) -> jax.Array:
+    def over_kernels(self, sums: Array) -> Array:
         """Return the sums `[sums, k]` over blocks as sums over the kernels that the blocks belong to."""
         return sums if self.whole is None else self.whole(sums)
 
 
 def normalize_step(
-    stacks: Mapping[str, Stack], coefficient: jax.Array | None
-) -> dict[str, jax.Array]:
+    stacks: Mapping[str, Stack], coefficient: Array | None
+) -> dict[str, Array]:
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
@@ -264,7 +264,9 @@ def normalize_step(
     joined = BlockSums(*map(jnp.concatenate, zip(*sums_of.values(), strict=True)))
     ends = np.cumsum([len(s.uu) for s in sums_of.values()])[:-1]
     radials = jnp.split(_radial(joined), ends)
-    ratios = jnp.split(_ratio_beside_kernels(joined), ends)
+    # The factors that give the steps' nonzero elements the root mean square `length`.
+    ratio = _ratio(joined.length * jnp.sqrt(joined.moving), joined.uu)
+    ratios = jnp.split(ratio, ends)
     for (name, x), radial, ratio in zip(stacks.items(), radials, ratios, strict=True):
         u = x.updates
         if x.params is None:
@@ -299,14 +301,14 @@ class BlockSums(NamedTuple):
       length: the target length of the step, see `Moves.length`; 0 if all `g` are zero.
     """
 
-    uu: jax.Array
-    uw: jax.Array
-    ww: jax.Array
-    gw: jax.Array
-    gg: jax.Array
-    moving: jax.Array
-    size: jax.Array
-    length: jax.Array
+    uu: Array
+    uw: Array
+    ww: Array
+    gw: Array
+    gg: Array
+    moving: Array
+    size: Array
+    length: Array
 
 
 def _sums(x: Stack) -> BlockSums:
@@ -339,7 +341,7 @@ def _sums(x: Stack) -> BlockSums:
     return BlockSums._make([*flat, size, jnp.where(reached > 0, length, 0)])
 
 
-def _radial(s: BlockSums) -> jax.Array:
+def _radial(s: BlockSums) -> Array:
     """Return `<u, w> / <w, w>` if only the kernel's direction matters to the loss, and 0 otherwise.
 
     The gradient is then orthogonal to the kernel, and the step's component along the kernel would only change the
@@ -352,12 +354,7 @@ def _radial(s: BlockSums) -> jax.Array:
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
 
-def _ratio_beside_kernels(s: BlockSums) -> jax.Array:
-    """Return the factor that gives the step's nonzero elements the root mean square `length`."""
-    return _ratio(s.length * jnp.sqrt(s.moving), s.uu)
-
-
-def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
+def _spectral_ratio(x: Stack, steps: Array, s: BlockSums) -> Array:
     """Return the factors `[k]` that give kernels' steps their spectral norms.
 
     The pieces of a kernel share a factor that is computed from `sqrt(sum_i sigma_i^2)`, where `sigma_i` is the spectral
@@ -372,9 +369,7 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
     return (_ratio(s.length, spectral) * shortened).astype(steps.dtype)
 
 
-def _trust_ratio(
-    x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array
-) -> jax.Array:
+def _trust_ratio(x: Stack, steps: Array, s: BlockSums, coefficient: Array) -> Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
     (left,) = x.over_kernels(left)
@@ -385,7 +380,7 @@ def _trust_ratio(
 POWER_ITERATIONS = 6
 
 
-def spectral_norm(stack: jax.Array) -> jax.Array:
+def spectral_norm(stack: Array) -> Array:
     """Estimate the largest singular values of matrices `[k, m, n]` from below.
 
     Run `POWER_ITERATIONS` power iterations from a fixed vector.
@@ -405,16 +400,16 @@ def spectral_norm(stack: jax.Array) -> jax.Array:
     return jnp.linalg.norm(last, axis=-1)
 
 
-def _normalised(vectors: jax.Array) -> jax.Array:
+def _normalised(vectors: Array) -> Array:
     norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(norm > 0, norm, 1)
 
 
-def _ratio(length: jax.Array, square: jax.Array) -> jax.Array:
+def _ratio(length: Array, square: Array) -> Array:
     """Return `length / sqrt(square)`, the factor that scales a norm to `length`; 0 if `square` is 0."""
     return _quotient(length, jnp.sqrt(square))
 
 
-def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+def _quotient(a: Array, b: Array) -> Array:
     """Return `a / b`, or 0 where `b` is 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

@@ -12,6 +12,7 @@ from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
+from kfac._optimizer.place import PyTree
 
 # For each conflict between options: a predicate on all options, and the error message as a format string.
 CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -93,14 +94,13 @@ class Options(NamedTuple):
 def check_options(
     options: Options,
     moves: Moves,
-    weight_decay: Any = None,
-    weight_decay_mask: Any = None,
+    weight_decay: ScalarOrSchedule | None = None,
+    weight_decay_mask: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> None:
     """Raise a `ValueError` if an option is out of range, or if two options conflict."""
-    mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
-    if isinstance(mask, bool | jax.Array) or not (
-        callable(mask) or all(isinstance(x, bool) for x in leaves)
-    ):
+    mask = weight_decay_mask
+    bools = all(isinstance(x, bool) for x in jax.tree.leaves(mask))
+    if isinstance(mask, bool | jax.Array) or not (callable(mask) or bools):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, but "
             f"is {mask!r}. optax.inject_hyperparams calls functions with the step: Name it there, "
@@ -117,11 +117,7 @@ def check_options(
     for holds, sentence in CONFLICTS:
         if holds(types.SimpleNamespace(**values)):
             raise ValueError(sentence.format(**values))
-    skipped = {name for name in LEFT_OUT if values[name] is None}
-    check(
-        **{
-            name: value
-            for name, value in values.items()
-            if name in OPTIONS and name not in skipped
-        }
-    )
+    for name, value in values.items():
+        left_out = value is None and name in LEFT_OUT
+        if name in OPTIONS and not left_out:
+            check(**{name: value})

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
@@ -30,6 +30,7 @@ from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stac
 from kfac._optimizer.exchange import (
     Gradients,
     SplitGradients,
+    StepContext,
     WholeGradients,
     starts_of,
 )
@@ -129,7 +130,7 @@ class OverMesh:
         )
         return observe(state, stacks)
 
-    def owned(self, updates: PyTree) -> dict[str, jax.Array]:
+    def owned(self, updates: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
         leaves = leaves_by_path(updates)
         return {p: leaf for p, leaf in leaves.items() if p in self.config.owned_paths}
@@ -158,7 +159,7 @@ class OverMesh:
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
         """
         leaves = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
-        gradients = stack_gradients(self.config, state, Factors({}, leaves))
+        gradients = stack_gradients(StepContext(self.config, state), leaves)
         statistics = stack_packed(self.config, factors)
         for name, shard in self.shards.items():
             if name in statistics:
@@ -185,13 +186,13 @@ class OverMesh:
         stacks = whole(self.stack_owned, PartitionSpec(self.owners))(owned)
         return Gradients(replicated(map_by_path(rest, updates)), stacks)
 
-    def stack_owned(self, owned: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
+    def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
         """Stack the leaves that only their owners precondition, in their owners' slots."""
 
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))
 
-        stacks: dict[str, list[jax.Array]] = {}
+        stacks: dict[str, list[Array]] = {}
         for group in self.config.owned:
             stacks[group.name] = []
             for part in group.by_leaf:
@@ -223,10 +224,10 @@ class OverMesh:
         return map_by_path(back, updates)
 
     def split_owned(
-        self, stacks: dict[str, list[jax.Array]], owned: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+        self, stacks: dict[str, list[Array]], owned: dict[str, Array]
+    ) -> dict[str, Array]:
         """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
-        leaves: dict[str, jax.Array] = {}
+        leaves: dict[str, Array] = {}
         for group in self.config.owned:
             d_out, d_in = self.across(group.layers[0])
             places = self.shards[group.name].places
@@ -259,12 +260,12 @@ class OverMesh:
 
         return jax.tree.map(deal, stacks)
 
-    def like_param(self, path: str, x: jax.Array) -> jax.Array:
+    def like_param(self, path: str, x: Array) -> Array:
         """Lay a leaf out like its parameter, if this layout is known."""
         spec = self.splits.get(path)
         return x if spec is None else self.lying(x, *spec)
 
-    def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
+    def lying(self, x: Array, *spec: Any) -> Array:
         """Constrain an array's layout to `spec`."""
         # Inside `whole` the current mesh is this mesh with its explicit axes made automatic.
         around = jax.sharding.get_abstract_mesh()
@@ -305,12 +306,12 @@ def init_over_mesh(
     return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
 
 
-def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
+def _picked(stack: Array, index: np.ndarray) -> Array:
     """Return `stack[index]`, or `stack` itself if the order is the same, so that XLA moves nothing."""
     return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
 
 
-def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> set[jnp.dtype]:
+def _dtypes(group: Group, leaves: dict[str, Array]) -> set[jnp.dtype]:
     """Return the dtypes of a group's leaves; an empty set if `optax.masked` hides all of them."""
     paths = [path for layer in group.layers for path in layer.params]
     return {leaves[path].dtype for path in paths if path in leaves}

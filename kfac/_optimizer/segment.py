@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._distributed.collectives import of_this_device
 from kfac._distributed.owners import Shard
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
     starts: dict[int, int]
     length: int
 
-    def begin(self, way: Way) -> jax.Array:
+    def begin(self, way: Way) -> Array:
         """Return where this device's block starts."""
         return of_this_device(self.starts, self.length, way.owners)
 
@@ -138,7 +138,7 @@ def closed(state: KfacState, way: Way) -> KfacState:
     return state
 
 
-def _flat(part: str, tree: PyTree) -> jax.Array:
+def _flat(part: str, tree: PyTree) -> Array:
     return flatten(_packed(tree) if part == "factors" else tree)
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Momentum, cosine
 from kfac._factors import per_block
 from kfac._layers import leaves_by_path
-from kfac._optimizer.exchange import Gradients, WholeGradients, all_finite
+from kfac._optimizer.exchange import (
+    Gradients,
+    StepContext,
+    WholeGradients,
+    all_finite,
+    join,
+)
 from kfac._optimizer.moves import (
     Kernels,
     MomentumState,
@@ -27,7 +35,6 @@ from kfac._optimizer.moves import (
 from kfac._optimizer.place import Config, Vectors
 from kfac._optimizer.segment import part_of, with_parts
 from kfac._optimizer.state import InverseState, KfacMetrics, KfacState, check_state
-from kfac._optimizer.step_context import StepContext, join
 
 
 def preconditioned_step(
@@ -107,7 +114,7 @@ def precondition(
 
 def clip(
     device: StepContext, now: StepScalars, steps: Vectors, gradients: Vectors
-) -> tuple[Vectors, jax.Array]:
+) -> tuple[Vectors, Array]:
     """Apply the KL clip, and with `rate_in_momentum` the negative learning rate. Return also the clip's scale."""
     scale = jnp.ones((), jnp.float32)
     if now.limit is not None:
@@ -172,9 +179,9 @@ def set_lengths(
 def build_stack(
     device: StepContext,
     group: Group,
-    steps: jax.Array,
-    params: jax.Array | None,
-    gradients: jax.Array,
+    steps: Array,
+    params: Array | None,
+    gradients: Array,
 ) -> Stack:
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
@@ -206,10 +213,10 @@ def measure(
     device: StepContext,
     now: StepScalars,
     motions: dict[str, MomentumState],
-    norms: tuple[jax.Array, jax.Array, jax.Array],
-    scale: jax.Array,
-    usable: jax.Array,
-) -> tuple[KfacMetrics, jax.Array]:
+    norms: Sequence[Array],
+    scale: Array,
+    usable: Array,
+) -> tuple[KfacMetrics, Array]:
     """Compute the step's metrics. Devices exchange norms, extremes, and whether the step is usable.
 
     Args:
@@ -269,7 +276,7 @@ def commit(
     device: StepContext,
     inverses: dict[str, InverseState],
     motions: dict[str, MomentumState],
-    usable: jax.Array,
+    usable: Array,
 ) -> KfacState:
     """Write momenta, rates and the inverses' new states into the state if the step is usable."""
     state, way = device.state, device.way
@@ -283,7 +290,7 @@ def commit(
 
 
 def count(
-    state: KfacState, now: StepScalars, metrics: KfacMetrics, usable: jax.Array
+    state: KfacState, now: StepScalars, metrics: KfacMetrics, usable: Array
 ) -> KfacState:
     """Return the state with the step counted if it is usable, and with the new metrics."""
     rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
