@@ -18,7 +18,7 @@ from kfac._factors import Average, Factors, Kronecker, Statistics
 from kfac._optimizer.exchange import StepContext, join
 from kfac._optimizer.place import Config, Vectors
 from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import KfacState, check_devices, check_positions, shards_of
+from kfac._optimizer.state import KfacState, check_blocks, shards_of
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -54,9 +54,7 @@ def observe_here(
         factors differ along axes of devices that `axis_name=` does not name.
     """
     way = config.way
-    check_devices(state, way.devices)
-    for owned in state.owned.values():
-        check_positions(owned)
+    check_blocks(state, way.devices)
     context = StepContext(config, state)
     left_out: Vectors = {}
     failed: Vectors = {}

@@ -99,7 +99,7 @@ class Gradients(NamedTuple):
     """
 
     tree: PyTree
-    stacks: dict[str, list[Array]]
+    stacks: Mapping[str, list[Array]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class WholeGradients(StepContext):
                 usable, steps, starts, cpu=_if_usable, default=lambda *same: same
             )
         tree, narrowed = _split(updates.tree, groups, steps, starts)
-        return Gradients(tree, {}), usable & all_finite(narrowed)
+        return Gradients(tree), usable & all_finite(narrowed)
 
 
 class LocalGradients(WholeGradients):
@@ -170,7 +170,7 @@ class LocalGradients(WholeGradients):
         matrices = self.stack(leaves, self.config.groups)
         owned = {name: matrices[name] for name in self.shards}
         matrices |= self.way.means(owned, self.shards)
-        return Gradients(tree, {}), matrices, self.total_product(matrices, matrices)
+        return Gradients(tree), matrices, self.total_product(matrices, matrices)
 
 
 class SplitGradients(WholeGradients):
@@ -249,16 +249,13 @@ def _split(
     return map_by_path(replace, tree), narrowed
 
 
-def _if_usable(
-    usable: Array, stacks: Vectors, starts: dict[int, Array]
-) -> tuple[Array, Vectors, dict[int, Array]]:
+def _if_usable(usable: Array, *stacks: PyTree) -> PyTree:
     """Return the arguments if the step is usable, otherwise zeros.
 
     Without this `cond`, XLA for CPUs would compile the step length computation again for each leaf that is cut from a
-    stack. If it knew the values of `starts`, it would also compile each cut separately.
+    stack. If it knew the starts, it would also compile each cut separately.
     """
-    arguments = usable, stacks, starts
-    return lax.cond(usable, lambda x: x, optax.tree.zeros_like, arguments)
+    return lax.cond(usable, lambda x: x, optax.tree.zeros_like, (usable, *stacks))
 
 
 def join(vectors: Iterable[Array]) -> Array:

@@ -10,6 +10,7 @@ from kfac._curvature.blocks import Group
 from kfac._distributed.owners import group_costs, make_shards
 from kfac._optimizer.moves import MomentumState
 from kfac._optimizer.place import Config, PyTree
+from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
     BlockState,
     InverseState,
@@ -29,10 +30,7 @@ COUNTS = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_ste
 
 
 def init_state(config: Config, settings: Settings, params: PyTree) -> KfacState:
-    """Return the state before the first step, with all blocks in stacks.
-
-    `segment.closed` then moves the blocks of groups with fewer blocks than devices into the state's flat vectors.
-    """
+    """Return the state before the first step."""
     leaves: dict[str, jax.Array] = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     if jax.tree.leaves(params):
@@ -55,7 +53,7 @@ def init_state(config: Config, settings: Settings, params: PyTree) -> KfacState:
     metrics = {name: scalar(0) for name in KfacMetrics._fields}
     for name in COUNTS:
         metrics[name] = scalar(0, jnp.int32)
-    return KfacState(
+    state = KfacState(
         count=scalar(0, jnp.int32),
         refused=scalar(False, bool),
         measured=scalar(-1, jnp.int32),
@@ -75,6 +73,7 @@ def init_state(config: Config, settings: Settings, params: PyTree) -> KfacState:
         splits=Splits(),
         settings=settings,
     )
+    return closed(state, config.way)
 
 
 def init_owned(config: Config, devices: int, dtype: jnp.dtype) -> dict[str, Owned]:

@@ -117,14 +117,6 @@ class StepScalars(NamedTuple):
     coefficient: Array | None
 
 
-def clip_scale(limit: Array, rate: Array, product: Array) -> Array:
-    """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
-    length = rate * rate * product
-    # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
-    scale = jnp.sqrt(limit / jnp.where(length > 0, length, 1))
-    return jnp.where(length > limit, scale, 1.0)
-
-
 # A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
 # cosine is below TOO_FAR. It changes by at most a factor `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
 # Cosines between the bounds say nothing about the rate. With small batches, noise brings cosines near zero. With a

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,9 @@ from kfac._optimizer.init_state import init_state
 from kfac._optimizer.moves import StepScalars
 from kfac._optimizer.place import Config, PyTree
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.segment import closed
 from kfac._optimizer.state import KfacState, Settings, Splits, devices_of
 from kfac._optimizer.step import preconditioned_step
 from kfac._varying import lying_as, replicated, whole
-
-Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,7 @@ class OverMesh:
         exchange = SplitGradients if split else WholeGradients
 
         def lay_out(tree):
-            return self.to_owners(tree) if split else Gradients(replicated(tree), {})
+            return self.to_owners(tree) if split else Gradients(replicated(tree))
 
         specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owners))  # type: ignore[arg-type]
         states = state_spec(self.owners)
@@ -99,7 +96,7 @@ class OverMesh:
             in_specs=(specs, specs, states, PartitionSpec()),
             out_specs=(specs, states),
         )
-        weights = Gradients(None, {})
+        weights = Gradients(None)
         if params is not None:
             weights = lay_out(params)
         new, state = step(lay_out(updates), weights, state, now)
@@ -252,7 +249,7 @@ class OverMesh:
             return self.owners, None
         return free, free
 
-    def over_owners(self, stacks: Tree, shard: Shard) -> Tree:
+    def over_owners(self, stacks: PyTree, shard: Shard) -> PyTree:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
 
         def deal(x):
@@ -291,7 +288,7 @@ def init_over_mesh(
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     init = jax.shard_map(
-        lambda: closed(init_state(config, settings, shapes), config.way),
+        lambda: init_state(config, settings, shapes),
         mesh=mesh,
         in_specs=(),
         out_specs=state_spec(config.way.owners),

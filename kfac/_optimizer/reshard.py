@@ -204,13 +204,12 @@ def scatter_state(
     if not pmap:
         return state
 
-    def by_device(tree):
-        return _by_device(num_devices, tree)
-
-    def on_each_device(x):
-        return jnp.broadcast_to(x, (num_devices, *x.shape))
-
-    return on_nodes((Owned, Segment), by_device, state, on_each_device)
+    return on_nodes(
+        (Owned, Segment),
+        lambda tree: _by_device(num_devices, tree),
+        state,
+        lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
+    )
 
 
 def _in_a_row(tree: PyTree) -> PyTree:

@@ -26,7 +26,6 @@ from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh, mesh_to_open
 from kfac._optimizer.place import Config, PyTree
-from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
     KfacState,
     Settings,
@@ -151,8 +150,7 @@ class Preconditioner:
         config = dataclasses.replace(self.config, way=way)
         check_alike(params)
         if mesh is None:
-            state = init_state(config, self.settings, params)
-            return self.prepared(closed(state, way))
+            return self.prepared(init_state(config, self.settings, params))
         state = init_over_mesh(config, self.settings, mesh, params)
         return placed(self.prepared(state), mesh)
 
@@ -198,7 +196,7 @@ class Preconditioner:
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
-        gradients, weights = Gradients(updates, {}), Gradients(params, {})
+        gradients, weights = Gradients(updates), Gradients(params)
         steps, state = preconditioned_step(
             exchange, config, gradients, weights, state, now
         )
@@ -212,13 +210,11 @@ class Preconditioner:
         in_warmup = in_turn(count, period, warmup)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
-        damping = value_at(options.damping, count)
-        unitwise_damping = value_at(options.unitwise_damping, count)
         return state._replace(
             due=in_turn(count, options.statistics_every, warmup),
             refresh_due=in_warmup | in_turn(count, period, 0) | old,
-            observe_damping=damping.astype(jnp.float32),
-            unitwise_damping=unitwise_damping.astype(jnp.float32),
+            observe_damping=value_at(options.damping, count),
+            unitwise_damping=value_at(options.unitwise_damping, count),
             factor_decay=value_at(options.factor_decay, count),
         )
 

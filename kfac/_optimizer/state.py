@@ -21,7 +21,6 @@ from kfac._layers import Layers, leaves_by_path
 from kfac._optimizer.moves import MomentumState
 from kfac._optimizer.place import Config, PyTree
 
-Tree = TypeVar("Tree")
 Node = TypeVar("Node", bound=tuple)
 
 
@@ -337,7 +336,7 @@ def is_variable(node: object) -> bool:
     return hasattr(node, "get_value") and hasattr(node, "set_value")
 
 
-def pure(tree: Tree) -> Tree:
+def pure(tree: PyTree) -> PyTree:
     """Replace the mutable variables in a tree by their values."""
 
     def value(leaf):
@@ -396,45 +395,39 @@ def blocks_of(
 
 def check_state(config: Config, state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
-    check_devices(state, config.way.devices)
+    check_blocks(state, config.way.devices)
     # `kfac.kfac` may have chosen the inverse from the layers.
     if state.owned and state.settings.inverse != config.inverse:
         raise ValueError(
             f"inverse={config.inverse!r}, but the optimizer state is one for inverse={state.settings.inverse!r}: name "
             "the one that it was initialised with"
         )
-    for owned in state.owned.values():
-        check_positions(owned)
     adaptive = config.moves.adaptive_layer_rates
+    blocks = {name: owned.shapes for name, owned in state.owned.items()} | state.shared
     for group in config.groups:
-        stored = (
-            state.owned[group.name].shapes if group.owned else state.shared[group.name]
-        )
-        momentum, rate = stored.motion
-        _check_part("momentum", group, config.has_momentum(group), momentum)
-        _check_part("adaptive_layer_rates", group, adaptive, rate)
+        momentum, rate = blocks[group.name].motion
+        for option, expected, array in (
+            ("momentum", config.has_momentum(group), momentum),
+            ("adaptive_layer_rates", adaptive, rate),
+        ):
+            if expected != (array is not None):
+                has = "none" if expected else "some"
+                raise ValueError(
+                    f"{option}= does not go with its state, which has {has} for blocks {group.name}: initialise it "
+                    "with the same"
+                )
 
 
-def _check_part(
-    option: str, group: Group, expected: bool, array: jax.Array | None
-) -> None:
-    """Raise a `ValueError` if an option and a group's state disagree about whether the state has an array."""
-    if expected != (array is not None):
-        has = "none" if expected else "some"
-        raise ValueError(
-            f"{option}= does not go with its state, which has {has} for blocks {group.name}: initialise it with the "
-            "same"
-        )
-
-
-def check_positions(owned: Owned) -> None:
-    """Raise a `ValueError` if the number of a group's blocks here is not the number that each device holds."""
-    actual, expected = owned.blocks.weight.shape[0], owned.shard.positions
-    if actual != expected:
-        raise ValueError(
-            f"this device must get {expected} of the state's {owned.shard.blocks} blocks of a shape, but gets "
-            f"{actual}: use kfac.state.state_specs for its in_specs and out_specs"
-        )
+def check_blocks(state: KfacState, devices: int) -> None:
+    """Raise a `ValueError` if the state here does not hold one device's blocks for this number of devices."""
+    check_devices(state, devices)
+    for owned in state.owned.values():
+        actual, expected = owned.blocks.weight.shape[0], owned.shard.positions
+        if actual != expected:
+            raise ValueError(
+                f"this device must get {expected} of the state's {owned.shard.blocks} blocks of a shape, but gets "
+                f"{actual}: use kfac.state.state_specs for its in_specs and out_specs"
+            )
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:

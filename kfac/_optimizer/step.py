@@ -28,7 +28,6 @@ from kfac._optimizer.moves import (
     Stack,
     StepScalars,
     adapted,
-    clip_scale,
     find_kernels,
     normalize_step,
 )
@@ -79,7 +78,13 @@ def preconditioned_step(
     updates, usable = device.send(updates, steps, usable)
     metrics, usable = measure(device, now, motions, norms, scale, usable)
     state = commit(device, advanced, motions, usable)
-    return updates, count(state, now, metrics, usable)
+    rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
+    return updates, state._replace(
+        learning_rates=jnp.where(usable, rates, state.learning_rates),
+        count=jnp.where(usable, optax.safe_increment(state.count), state.count),
+        refused=~usable,
+        metrics=metrics,
+    )
 
 
 def precondition(
@@ -115,11 +120,17 @@ def precondition(
 def clip(
     device: StepContext, now: StepScalars, steps: Vectors, gradients: Vectors
 ) -> tuple[Vectors, Array]:
-    """Apply the KL clip, and with `rate_in_momentum` the negative learning rate. Return also the clip's scale."""
+    """Apply the KL clip, and with `rate_in_momentum` the negative learning rate.
+
+    Returns:
+      The steps, and the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))` with `c = limit`.
+    """
     scale = jnp.ones((), jnp.float32)
     if now.limit is not None:
-        product = device.total_product(steps, gradients)
-        scale = clip_scale(now.limit, now.rate, product)
+        length = now.rate * now.rate * device.total_product(steps, gradients)
+        # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
+        scale = jnp.sqrt(now.limit / jnp.where(length > 0, length, 1))
+        scale = jnp.where(length > now.limit, scale, 1.0)
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
     if device.config.moves.rate_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
@@ -287,16 +298,3 @@ def commit(
         old = {part: part_of(state, way, name, part) for part in new}
         state = with_parts(state, way, name, **optax.tree.where(usable, new, old))
     return state
-
-
-def count(
-    state: KfacState, now: StepScalars, metrics: KfacMetrics, usable: Array
-) -> KfacState:
-    """Return the state with the step counted if it is usable, and with the new metrics."""
-    rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
-    return state._replace(
-        learning_rates=jnp.where(usable, rates, state.learning_rates),
-        count=jnp.where(usable, optax.safe_increment(state.count), state.count),
-        refused=~usable,
-        metrics=metrics,
-    )
