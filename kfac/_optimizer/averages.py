@@ -216,7 +216,7 @@ def refresh_inverses(
         zeros = jnp.zeros(flags.shape, bool)
         none_failed[name] = as_varying(zeros, varying_axes(flags))
 
-    def refreshed(old: tuple[KfacState, Vectors]) -> tuple[KfacState, Vectors]:
+    def refreshed(old):
         new, failed = old[0], {}
         for name in wanted:
             new, failed[name] = refresh_group(way, state, new, name, wanted[name])
@@ -224,9 +224,7 @@ def refresh_inverses(
 
     if needed is None:
         return refreshed((state, none_failed))
-    result: tuple[KfacState, Vectors]
-    result = once_if(needed, refreshed, (state, none_failed))
-    return result
+    return once_if(needed, refreshed, (state, none_failed))
 
 
 def refresh_group(

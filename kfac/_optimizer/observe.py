@@ -137,8 +137,8 @@ def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Fact
     """
     blocks = dict(factors)
     for layer in found:
-        d_in = layers[layer.name].d_in
-        if layers[layer.name].params == layer.params or layer.name not in blocks:
+        visible = layers[layer.name]
+        if visible.params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
         if block.wire is not None:
@@ -149,12 +149,12 @@ def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Fact
                 f"{how_to_hide(layer.params[1:])}"
             )
         if "A" in layer.diagonal:
-            A = block.A.at[..., -1].set(0)[..., :d_in]
+            A = block.A.at[..., -1].set(0)[..., : visible.d_in]
         elif layer.cut[0] > 1:
             # The row of the 1 in the last block.
             last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
-            A = block.A[..., :d_in, :d_in]
+            A = block.A[..., : visible.d_in, : visible.d_in]
         blocks[layer.name] = dataclasses.replace(block, A=A)
     return Factors(blocks, factors.gradients)

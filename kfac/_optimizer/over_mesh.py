@@ -107,23 +107,20 @@ class OverMesh:
     def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
         states = state_spec(self.owners)
-
-        def on_device(state, stacks=None):
-            return observe_here(self.config, state, stacks)
-
-        if factors is None:
-            refresh = jax.shard_map(
-                on_device, mesh=self.mesh, in_specs=(states,), out_specs=states
-            )
-            return refresh(state)
-        specs: Any = Stacks({}, {})
-        for group in self.config.groups:
-            field = specs.statistics if group.captured else specs.gradients
-            over = PartitionSpec(self.owners)
-            field[group.name] = over if group.owned else PartitionSpec()
-        stacks = whole(self.statistics_to_owners, specs)(state, factors)
+        over, everywhere = PartitionSpec(self.owners), PartitionSpec()
+        specs: Any = everywhere
+        stacks = None
+        if factors is not None:
+            specs = Stacks({}, {})
+            for group in self.config.groups:
+                field = specs.statistics if group.captured else specs.gradients
+                field[group.name] = over if group.owned else everywhere
+            stacks = whole(self.statistics_to_owners, specs)(state, factors)
         observe = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=(states, specs), out_specs=states
+            functools.partial(observe_here, self.config),
+            mesh=self.mesh,
+            in_specs=(states, specs),
+            out_specs=states,
         )
         return observe(state, stacks)
 

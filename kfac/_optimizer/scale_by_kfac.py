@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 
@@ -120,7 +119,8 @@ def precondition_and_move(
     config = Config(layers, group_layers(layers), inverse, Way(), moves)
     refreshes = options.inverse_every is not None
     settings = Settings(layers, layers, inverse, uses, refreshes)
-    tx = Preconditioner(config, options, settings)
+    reads_params = any(map(moves.needs_params, config.groups))
+    tx = Preconditioner(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
@@ -132,18 +132,15 @@ class Preconditioner:
       config: the fixed settings. Each call replaces the `way`.
       options: the preconditioner's options.
       settings: the settings for the state.
+      reads_params: whether the step lengths depend on the parameters.
       told: not empty if the user was warned about old statistics.
     """
 
     config: Config
     options: Options
     settings: Settings
+    reads_params: bool
     told: list[bool] = dataclasses.field(default_factory=list)
-
-    @functools.cached_property
-    def reads_params(self) -> bool:
-        """Whether the step lengths depend on the parameters."""
-        return any(map(self.config.moves.needs_params, self.config.groups))
 
     def init(self, params: PyTree) -> KfacState:
         way, mesh = self.settings.distribution.way(params, dealt=True)

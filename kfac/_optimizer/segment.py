@@ -45,10 +45,6 @@ class Slot(NamedTuple):
     starts: dict[int, int]
     length: int
 
-    def begin(self, way: Way) -> Array:
-        """Return where this device's block starts."""
-        return of_this_device(self.starts, self.length, way.owners)
-
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
     """Return the slots of a part, by group, for all groups that store it in the segment."""
@@ -83,7 +79,8 @@ def part_of(state: KfacState, way: Way, name: str, part: str) -> PyTree:
     if slot is None:
         return getattr(state.blocks[name], part)
     vector = getattr(state.segment, part)
-    flat = lax.dynamic_slice_in_dim(vector, slot.begin(way), slot.size)
+    begin = of_this_device(slot.starts, slot.length, way.owners)
+    flat = lax.dynamic_slice_in_dim(vector, begin, slot.size)
     flat = jnp.where(way.owns(state.owned[name].shard), flat, 0)[None]
     if part != "factors":
         return unflatten(flat, slot.shapes)
@@ -98,7 +95,8 @@ def with_parts(state: KfacState, way: Way, name: str, **parts: PyTree) -> KfacSt
         if slot is None:
             stacks[part] = new
             continue
-        vector, begin = getattr(state.segment, part), slot.begin(way)
+        vector = getattr(state.segment, part)
+        begin = of_this_device(slot.starts, slot.length, way.owners)
         old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
         flat = _flat(part, new)[0].astype(old.dtype)
         flat = jnp.where(way.owns(state.owned[name].shard), flat, old)

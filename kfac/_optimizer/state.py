@@ -263,9 +263,9 @@ def devices_of(state: KfacState) -> int:
 
 def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     """Return the state with `blocks` in place of its blocks."""
-    owned = {}
-    for name, old in state.owned.items():
-        owned[name] = dataclasses.replace(old, blocks=blocks[name])
+    owned = {
+        n: dataclasses.replace(old, blocks=blocks[n]) for n, old in state.owned.items()
+    }
     shared = {name: blocks[name] for name in state.shared}
     return state._replace(owned=owned, shared=shared)
 

@@ -161,9 +161,22 @@ class TrainStep:
     def _in_parts(
         self, fn: Callable[..., Any], layers: Layers, parts: int
     ) -> Callable[..., Any]:
+        """Split the batch into micro-batches: the arguments in `batch_argnums=` if given, otherwise as traced.
+
+        Raises:
+          ValueError: if tracing found the batch in keyword arguments.
+        """
+        argnums = self.found["batch_argnums"]
         if parts == 1:
             return fn
-        argnums = _split_argnums(layers, self.found["batch_argnums"])
+        if argnums is None and layers.batch_argnums:
+            named = [repr(k) for k in layers.batch_argnums if isinstance(k, str)]
+            if named:
+                raise ValueError(
+                    f"num_microbatches: the batch must be in positional arguments, but {', '.join(named)} of it are "
+                    "keyword arguments"
+                )
+            argnums = list(layers.batch_argnums)
         return microbatch(fn, parts, batch_argnums=argnums)
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
@@ -386,22 +399,3 @@ def _short(number: int) -> str:
 
 # From this price on, as a fraction of the whole gradient's FLOPs, the summary names a layer.
 EXPENSIVE = 0.25
-
-
-def _split_argnums(
-    layers: Layers, argnums: int | Sequence[int] | None
-) -> int | Sequence[int] | None:
-    """Return the positions of the arguments that micro-batches split: `argnums` if given, otherwise as traced.
-
-    Raises:
-      ValueError: if tracing found the batch in keyword arguments.
-    """
-    if argnums is not None or not layers.batch_argnums:
-        return argnums
-    named = [repr(k) for k in layers.batch_argnums if isinstance(k, str)]
-    if named:
-        raise ValueError(
-            f"num_microbatches: the batch must be in positional arguments, but {', '.join(named)} of it are keyword "
-            "arguments"
-        )
-    return [k for k in layers.batch_argnums if isinstance(k, int)]
