@@ -36,7 +36,9 @@ class Stacks(NamedTuple):
 
 
 def observe_here(
-    config: Config, state: KfacState, statistics: Factors | Stacks | None
+    config: Config,
+    state: KfacState,
+    statistics: Factors | Stacks | None,
 ) -> KfacState:
     """Observe on one device.
 
@@ -106,7 +108,9 @@ def stack_gradients(context: StepContext, gradients: Mapping[str, Array]) -> Vec
 
 
 def stack_packed(
-    config: Config, factors: Factors, mean: Average | None = None
+    config: Config,
+    factors: Factors,
+    mean: Average | None = None,
 ) -> dict[str, Statistics]:
     """Stack the packed statistics of all blocks, `[k, ...]`, for each group with captured statistics.
 
@@ -189,7 +193,9 @@ def update_ema(context: StepContext, stacks: Stacks) -> tuple[KfacState, Vectors
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, needed: Array | None = None
+    way: Way,
+    state: KfacState,
+    needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
     """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices hold.
 
@@ -228,7 +234,11 @@ def refresh_inverses(
 
 
 def refresh_group(
-    way: Way, state: KfacState, new: KfacState, name: str, wanted: Array
+    way: Way,
+    state: KfacState,
+    new: KfacState,
+    name: str,
+    wanted: Array,
 ) -> tuple[KfacState, Array]:
     """Refresh the inverses of a group.
 
@@ -271,7 +281,11 @@ def gather_bases(way: Way, state: KfacState) -> dict[str, Kronecker]:
     return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
 
 
-def count_blocks(way: Way, state: KfacState, flags: Vectors) -> Array:
+def count_blocks(
+    way: Way,
+    state: KfacState,
+    flags: Vectors,
+) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
     counted = [x if name in state.owned else x & first for name, x in flags.items()]

@@ -135,7 +135,10 @@ class WholeGradients(StepContext):
         return self.way.take(matrices, self.shards)
 
     def send(
-        self, updates: Gradients, steps: Vectors, usable: Array
+        self,
+        updates: Gradients,
+        steps: Vectors,
+        usable: Array,
     ) -> tuple[Gradients, Array]:
         """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
         groups = self.config.groups
@@ -144,7 +147,11 @@ class WholeGradients(StepContext):
         starts = starts_of(groups)
         if self.way.alone and self.config.moves.set_lengths:
             usable, steps, starts = lax.platform_dependent(
-                usable, steps, starts, cpu=_if_usable, default=lambda *same: same
+                usable,
+                steps,
+                starts,
+                cpu=_if_usable,
+                default=lambda *same: same,
             )
         tree, narrowed = _split(updates.tree, groups, steps, starts)
         return Gradients(tree), usable & all_finite(narrowed)
@@ -196,7 +203,10 @@ class SplitGradients(WholeGradients):
         return matrices
 
     def send(
-        self, updates: Gradients, steps: Vectors, usable: Array
+        self,
+        updates: Gradients,
+        steps: Vectors,
+        usable: Array,
     ) -> tuple[Gradients, Array]:
         shared = self.config.shared
         tree, narrowed = _split(updates.tree, shared, steps, starts_of(shared))

@@ -29,7 +29,11 @@ from kfac._varying import as_varying, axis_size, varying_axes
 COUNTS = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")
 
 
-def init_state(config: Config, settings: Settings, params: PyTree) -> KfacState:
+def init_state(
+    config: Config,
+    settings: Settings,
+    params: PyTree,
+) -> KfacState:
     """Return the state before the first step."""
     leaves: dict[str, jax.Array] = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
@@ -76,7 +80,11 @@ def init_state(config: Config, settings: Settings, params: PyTree) -> KfacState:
     return closed(state, config.way)
 
 
-def init_owned(config: Config, devices: int, dtype: jnp.dtype) -> dict[str, Owned]:
+def init_owned(
+    config: Config,
+    devices: int,
+    dtype: jnp.dtype,
+) -> dict[str, Owned]:
     """Return the Kronecker blocks that a device owns before the first step, by group."""
     shards = make_shards(group_costs(config.groups), devices)
     owned = {}
@@ -93,7 +101,10 @@ def init_owned(config: Config, devices: int, dtype: jnp.dtype) -> dict[str, Owne
 
 
 def init_blocks(
-    config: Config, group: Group, size: int, dtype: jnp.dtype
+    config: Config,
+    group: Group,
+    size: int,
+    dtype: jnp.dtype,
 ) -> BlockState:
     """Return the state of `size` blocks of a group before the first step."""
     momentum = rate = None
@@ -112,7 +123,10 @@ def init_blocks(
 
 
 def init_inverse(
-    config: Config, group: Group, size: int, dtype: jnp.dtype
+    config: Config,
+    group: Group,
+    size: int,
+    dtype: jnp.dtype,
 ) -> InverseState:
     """Return the state of the inverse for `size` blocks of a group before the first refresh."""
     inverse = group.inverse_of(config.inverse)

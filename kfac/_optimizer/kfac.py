@@ -251,7 +251,11 @@ def chosen(
     return Chosen(inverse, 1, share)
 
 
-def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:
+def statistics_share(
+    layers: Layers,
+    inverse: Inverse,
+    fraction: float | None,
+) -> int:
     """Return `k`, such that statistics come from every `k`-th example.
 
     The default is 4 with `Soap`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
@@ -339,7 +343,9 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 
 
 def momentum_beside_blocks(
-    layers: Layers, decay: ScalarOrSchedule, moves: Moves
+    layers: Layers,
+    decay: ScalarOrSchedule,
+    moves: Moves,
 ) -> Optimizer:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
     shapes: dict[str, tuple[int, ...]] = {}

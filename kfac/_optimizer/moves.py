@@ -131,7 +131,11 @@ FORGETS = 0.02
 FASTEST = 4.0
 
 
-def adapted(rate: Array, angle: Array, full: Array) -> Array:
+def adapted(
+    rate: Array,
+    angle: Array,
+    full: Array,
+) -> Array:
     """Return the updated rates of blocks, each from 1 to `FASTEST`.
 
     A rate grows if the loss still falls along the last direction, and falls if the last step went too far.
@@ -346,7 +350,11 @@ def _radial(s: BlockSums) -> Array:
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
 
-def _spectral_ratio(x: Stack, steps: Array, s: BlockSums) -> Array:
+def _spectral_ratio(
+    x: Stack,
+    steps: Array,
+    s: BlockSums,
+) -> Array:
     """Return the factors `[k]` that give kernels' steps their spectral norms.
 
     The pieces of a kernel share a factor that is computed from `sqrt(sum_i sigma_i^2)`, where `sigma_i` is the spectral
@@ -361,7 +369,12 @@ def _spectral_ratio(x: Stack, steps: Array, s: BlockSums) -> Array:
     return (_ratio(s.length, spectral) * shortened).astype(steps.dtype)
 
 
-def _trust_ratio(x: Stack, steps: Array, s: BlockSums, coefficient: Array) -> Array:
+def _trust_ratio(
+    x: Stack,
+    steps: Array,
+    s: BlockSums,
+    coefficient: Array,
+) -> Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
     (left,) = x.over_kernels(left)

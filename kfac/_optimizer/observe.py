@@ -122,7 +122,11 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     return meshed.observe(state, factors)
 
 
-def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:
+def without_hidden_rows(
+    factors: Factors,
+    found: Layers,
+    layers: Layers,
+) -> Factors:
     """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers with a hidden bias.
 
     If `A` is cut into blocks, the entries of the 1 become zero instead, so that all blocks keep their shape.

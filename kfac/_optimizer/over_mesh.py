@@ -269,7 +269,9 @@ class OverMesh:
 
 
 def mesh_to_open(
-    uses: Distribution, state: KfacState, tree: PyTree
+    uses: Distribution,
+    state: KfacState,
+    tree: PyTree,
 ) -> tuple[Way, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
     way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
@@ -280,7 +282,10 @@ def mesh_to_open(
 
 
 def init_over_mesh(
-    config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: PyTree
+    config: Config,
+    settings: Settings,
+    mesh: Mesh | AbstractMesh,
+    params: PyTree,
 ) -> KfacState:
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

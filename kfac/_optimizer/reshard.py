@@ -32,7 +32,9 @@ from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
 def state_specs(
-    tx: optax.GradientTransformation, params: Any, axis_name: AxisName
+    tx: optax.GradientTransformation,
+    params: Any,
+    axis_name: AxisName,
 ) -> Any:
     """Return the partition specs of an optimizer state.
 
@@ -52,7 +54,9 @@ def state_specs(
     _check_optimizer(tx)
     state = jax.eval_shape(tx.init, params)
     return on_states(
-        lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec()
+        lambda node: state_spec(axis_name),
+        state,
+        lambda leaf: PartitionSpec(),
     )
 
 

@@ -112,7 +112,9 @@ def scale_by_kfac(
 
 
 def precondition_and_move(
-    layers: Layers, moves: Moves, options: Options
+    layers: Layers,
+    moves: Moves,
+    options: Options,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
     inverse, uses = options.inverse, options.distribution or Distribution()
@@ -195,7 +197,12 @@ class Preconditioner:
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
         gradients, weights = Gradients(updates), Gradients(params)
         steps, state = preconditioned_step(
-            exchange, config, gradients, weights, state, now
+            exchange,
+            config,
+            gradients,
+            weights,
+            state,
+            now,
         )
         return steps.tree, self.prepared(state)
 
@@ -237,7 +244,9 @@ def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
 
 
 def in_turn(
-    count: jax.Array, every: int | jax.Array, warmup: int | jax.Array
+    count: jax.Array,
+    every: int | jax.Array,
+    warmup: int | jax.Array,
 ) -> jax.Array:
     """Return whether step `count` is a multiple of the current interval.
 

@@ -70,7 +70,12 @@ def _slots(part: str, groups: tuple[tuple[str, Form, Shard], ...]) -> dict[str, 
     return {n: Slot(shapes[n], sizes[n], starts[n], length) for n in shapes}
 
 
-def part_of(state: KfacState, way: Way, name: str, part: str) -> PyTree:
+def part_of(
+    state: KfacState,
+    way: Way,
+    name: str,
+    part: str,
+) -> PyTree:
     """Return a part of a group's blocks as stacks `[k, ...]`.
 
     If the group stores the part in the segment, the stacks have `k = 1`. They are zero if this device owns no block.

@@ -270,7 +270,11 @@ def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
     return state._replace(owned=owned, shared=shared)
 
 
-def match_leaves(layers: Layers, tree: PyTree, what: str) -> dict[str, jax.Array]:
+def match_leaves(
+    layers: Layers,
+    tree: PyTree,
+    what: str,
+) -> dict[str, jax.Array]:
     """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
     `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.
@@ -371,7 +375,9 @@ def find_state(opt_state: PyTree, argument: str) -> KfacState:
 
 
 def blocks_of(
-    state: KfacState, layers: Layers, argument: str
+    state: KfacState,
+    layers: Layers,
+    argument: str,
 ) -> Iterator[tuple[Group, BlockState]]:
     """Yield each group with its blocks, from a state for a single device.
 

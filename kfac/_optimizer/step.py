@@ -88,7 +88,9 @@ def preconditioned_step(
 
 
 def precondition(
-    device: StepContext, now: StepScalars, gradients: Vectors
+    device: StepContext,
+    now: StepScalars,
+    gradients: Vectors,
 ) -> tuple[Vectors, dict[str, InverseState], Vectors]:
     """Precondition the gradients of this device's blocks.
 
@@ -108,7 +110,11 @@ def precondition(
         gradient = gradients[name]
         if inverse.takes_gradients:
             advanced[name], result[name], angles[name] = inverse.advance(
-                inverse_state, gradient, now.damping, momentum, ready
+                inverse_state,
+                gradient,
+                now.damping,
+                momentum,
+                ready,
             )
             continue
         applied = inverse.apply(inverse_state, gradient.mT, now.damping).mT
@@ -118,7 +124,10 @@ def precondition(
 
 
 def clip(
-    device: StepContext, now: StepScalars, steps: Vectors, gradients: Vectors
+    device: StepContext,
+    now: StepScalars,
+    steps: Vectors,
+    gradients: Vectors,
 ) -> tuple[Vectors, Array]:
     """Apply the KL clip, and with `rate_in_momentum` the negative learning rate.
 
@@ -181,7 +190,11 @@ def set_lengths(
         apart = not group.owned and not config.way.alone
         stacks = shared if apart else owned
         stacks[name] = build_stack(
-            device, group, steps[name], weights.get(name), gradients[name]
+            device,
+            group,
+            steps[name],
+            weights.get(name),
+            gradients[name],
         )
     normalized = normalize_step(owned, now.coefficient)
     return normalized | normalize_step(shared, now.coefficient)

@@ -106,7 +106,12 @@ class TrainStep:
         """
         due = statistics_due(opt_state)
 
-        def observe(opt_state, params, args, kwargs):
+        def observe(
+            opt_state,
+            params,
+            args,
+            kwargs,
+        ):
             program = self._programs["observe"]
             return program(params, opt_state, *args, fisher_key=fisher_key, **kwargs)
 
@@ -121,7 +126,11 @@ class TrainStep:
     def _programs(self) -> dict[str, Callable[..., Any]]:
         """The compiled programs, by name."""
 
-        def compiled(method, what, donated=()):
+        def compiled(
+            method,
+            what,
+            donated=(),
+        ):
             donated = donated if self.donate else ()
             return _jit_with_notice(method, what, self.verbose, donated)
 
@@ -159,7 +168,10 @@ class TrainStep:
         return kfac(self.learning_rate, layers, **self.options)
 
     def _in_parts(
-        self, fn: Callable[..., Any], layers: Layers, parts: int
+        self,
+        fn: Callable[..., Any],
+        layers: Layers,
+        parts: int,
     ) -> Callable[..., Any]:
         """Split the batch into micro-batches: the arguments in `batch_argnums=` if given, otherwise as traced.
 
