@@ -41,15 +41,25 @@ def init_state(
         leaves = match_leaves(config.layers, params, "params")
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices = axis_size(config.way.owners) or 1
-    shared, bases, members = {}, {}, {}
+    owners = config.way.owners
+    devices = axis_size(owners) or 1
+    shards = make_shards(group_costs(config.groups), devices)
+    owned, shared, bases, members = {}, {}, {}, {}
     for group in config.groups:
-        members[group.name] = {group.members: jnp.full((), group.size, jnp.int32)}
+        name, size = group.name, group.size
+        members[name] = {group.members: jnp.full((), size, jnp.int32)}
         if not group.owned:
-            shared[group.name] = init_blocks(config, group, group.size, dtype)
+            shared[name] = init_blocks(config, group, size, dtype)
+            continue
+        shard = shards[name]
+        blocks = init_blocks(config, group, shard.positions, dtype)
+        owned[name] = Owned(blocks, shard, None if shard.full else form_of(blocks))
         if devices > 1 and group.moments(config.inverse):
-            everywhere = init_inverse(config, group, group.size, dtype)
-            bases[group.name] = config.inverse.basis(everywhere)
+            everywhere = init_inverse(config, group, size, dtype)
+            bases[name] = config.inverse.basis(everywhere)
+    if axis_size(owners) is not None:
+        # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
+        owned = as_varying(owned, varying_axes(lax.axis_index(owners)))
 
     def scalar(value, dtype=jnp.float32):
         return jnp.full((), value, dtype)
@@ -67,7 +77,7 @@ def init_state(
         observe_damping=scalar(0),
         unitwise_damping=scalar(0),
         factor_decay=scalar(0),
-        owned=init_owned(config, devices, dtype),
+        owned=owned,
         segment=Segment(),
         shared=shared,
         bases=bases,
@@ -78,26 +88,6 @@ def init_state(
         settings=settings,
     )
     return closed(state, config.way)
-
-
-def init_owned(
-    config: Config,
-    devices: int,
-    dtype: jnp.dtype,
-) -> dict[str, Owned]:
-    """Return the Kronecker blocks that a device owns before the first step, by group."""
-    shards = make_shards(group_costs(config.groups), devices)
-    owned = {}
-    for group in config.owned:
-        shard = shards[group.name]
-        blocks = init_blocks(config, group, shard.positions, dtype)
-        form = None if shard.full else form_of(blocks)
-        owned[group.name] = Owned(blocks, shard, form)
-    if axis_size(config.way.owners) is None:
-        return owned
-    # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
-    varying = varying_axes(lax.axis_index(config.way.owners))
-    return as_varying(owned, varying)
 
 
 def init_blocks(

@@ -145,14 +145,11 @@ def kfac(
         inverse = dataclasses.replace(inverse, relative=True)
     if isinstance(inverse_every, str) and inverse_every == "auto":
         inverse_every = every
-    if nesterov is None:
-        nesterov = momentum is not None
+    nesterov = momentum is not None if nesterov is None else nesterov
     if adaptive_layer_rates is None:
         adaptive_layer_rates = spectral and momentum is not None
     check(adaptive_layer_rates=adaptive_layer_rates)
-    check_given(layer_multipliers=layer_multipliers)
-    if layer_multipliers is not None and layers.paths:
-        layer_multipliers = _by_layer(layer_multipliers, layers)
+    layer_multipliers = _by_layer(layer_multipliers, layers)
     moves = Moves(
         kl_clip=kl_clip,
         learning_rate=learning_rate,
@@ -176,7 +173,9 @@ def kfac(
     )
 
 
-def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, float]:
+def _by_layer(
+    multipliers: Mapping[str, float] | None, layers: Layers
+) -> Mapping[str, float] | None:
     """Return the multipliers, keyed by the path of each layer's first parameter.
 
     The first path is the same whether or not a wrapper such as `optax.masked` hides the layer's bias.
@@ -184,6 +183,9 @@ def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, flo
     Raises:
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
     """
+    check_given(layer_multipliers=multipliers)
+    if multipliers is None or not layers.paths:
+        return multipliers
     first_paths: dict[str, str] = {}
     for layer in layers.with_blocks:
         first_paths |= dict.fromkeys(layer.params, layer.params[0])

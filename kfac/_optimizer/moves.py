@@ -312,18 +312,17 @@ def _sums(x: Stack) -> BlockSums:
     u, g = x.updates, x.gradients
     first_axis = 2 if x.by_row else 1
     if x.params is None:
-        uu, moving, reached = sums(
-            [y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis
-        )
-        zero = jnp.zeros_like(uu)
-        totals = [uu, zero, zero, zero, zero, moving, reached]
+        products = [u * u, u != 0, g != 0]
     else:
         inner_u = jnp.where(x.inside, u, 0)
         inner_gg = jnp.where(x.inside, g * g, 0)
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
-        totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
+    totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
     zero = jnp.zeros_like(totals[0])
+    if x.params is None:
+        # There are no `uw`, `ww`, `gw` and `gg`.
+        totals[1:1] = [zero] * 4
 
     def for_each_sum(values):
         return (zero + per_block(values, zero)).astype(u.dtype).reshape(-1)
