@@ -19,7 +19,8 @@ HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 
 
 def hide_masked_biases(
-    layers: Layers, build: Callable[[Layers], optax.GradientTransformationExtraArgs]
+    layers: Layers,
+    build: Callable[[Layers], optax.GradientTransformationExtraArgs],
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer for the layers without the biases that `optax.masked` or `optax.partition` hides.
 
@@ -81,7 +82,8 @@ def _without_hidden(layers: Layers, tree: PyTree) -> Layers:
         # Remove the homogeneous 1, the last row and column of `A`. If `A` is cut into blocks, keep `d_in`, so that
         # the blocks keep their shape: the last block then has zeros in place of the 1.
         kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
-        params, shapes = layer.params[1:], layer.shapes[1:]
+        params = layer.params[1:]
+        shapes = layer.shapes[1:]
         blocks += [kernel, Layer(params[0], "skipped", params, shapes)]
     if len(blocks) == len(layers):
         return layers

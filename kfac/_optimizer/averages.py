@@ -86,7 +86,9 @@ def observe_here(
 
 def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
-    config, way, shards = context.config, context.way, context.shards
+    config = context.config
+    way = context.way
+    shards = context.shards
     gradients = stack_gradients(context, factors.gradients)
     if not way.alone:
         packed = stack_packed(config, factors, way.mean)
@@ -101,7 +103,10 @@ def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     return Stacks(statistics, gradients)
 
 
-def stack_gradients(context: StepContext, gradients: Mapping[str, Array]) -> Vectors:
+def stack_gradients(
+    context: StepContext,
+    gradients: Mapping[str, Array],
+) -> Vectors:
     """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
     groups = [group for group in context.config.groups if not group.captured]
     return context.stack(gradients, groups)
@@ -143,7 +148,10 @@ def stack_packed(
     return stacks
 
 
-def update_ema(context: StepContext, stacks: Stacks) -> tuple[KfacState, Vectors]:
+def update_ema(
+    context: StepContext,
+    stacks: Stacks,
+) -> tuple[KfacState, Vectors]:
     """Update the running averages with the statistics of a batch, except for blocks with non-finite statistics.
 
     Args:
@@ -153,7 +161,9 @@ def update_ema(context: StepContext, stacks: Stacks) -> tuple[KfacState, Vectors
     Returns:
       The new state, and for each group a mask `[k]` of this device's own blocks that ignored their statistics.
     """
-    config, way, state = context.config, context.way, context.state
+    config = context.config
+    way = context.way
+    state = context.state
     age = jnp.maximum(state.count - state.measured, 1)
     steps = jnp.where(state.measured < 0, 1, age)
     decay = state.factor_decay.astype(jnp.result_type(float)) ** steps
@@ -223,7 +233,8 @@ def refresh_inverses(
         none_failed[name] = as_varying(zeros, varying_axes(flags))
 
     def refreshed(old):
-        new, failed = old[0], {}
+        new = old[0]
+        failed = {}
         for name in wanted:
             new, failed[name] = refresh_group(way, state, new, name, wanted[name])
         return new._replace(bases=gather_bases(way, new)), failed
@@ -254,7 +265,8 @@ def refresh_group(
     """
     block = state.blocks[name]
     kept = part_of(new, way, name, "inverse")
-    inverse, damping = state.settings.inverse, state.observe_damping
+    inverse = state.settings.inverse
+    damping = state.observe_damping
     if name in state.shared:
         inverse = kept.inverse
         damping = damping * state.unitwise_damping

@@ -87,9 +87,8 @@ def statistics_due(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: `opt_state` holds no such state.
     """
-    flags = []
-    for state in some_states(opt_state, "opt_state"):
-        flags.append(jnp.ravel(pure(state.due))[0].astype(bool))
+    states = some_states(opt_state, "opt_state")
+    flags = [jnp.ravel(pure(state.due))[0].astype(bool) for state in states]
     return functools.reduce(jnp.logical_or, flags)
 
 
@@ -123,8 +122,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
         for layer in layers:
             if layer.correctable:
                 block: Any = source[layer.name]
-                vectors = Kronecker(_eigenvectors(block.A), _eigenvectors(block.G))
-                basis[layer.name] = vectors
+                a = _eigenvectors(block.A)
+                g = _eigenvectors(block.G)
+                basis[layer.name] = Kronecker(a, g)
         return basis
     state = find_state(source, "source")
     groups = group_layers(layers)
@@ -132,7 +132,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     for group in groups:
         if not group.correctable:
             continue
-        stack, blocks = state.bases.get(group.name), state.owned[group.name].blocks
+        stack = state.bases.get(group.name)
+        blocks = state.owned[group.name].blocks
         if stack is None and blocks.inverse is not None:
             stack = state.settings.inverse.basis(blocks.inverse)
         if stack is None:
@@ -154,5 +155,4 @@ def _eigenvectors(factor: jax.Array) -> jax.Array:
         return lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0]
 
     matrices = factor.reshape(-1, *factor.shape[-2:])
-    vectors: jax.Array = one_by_one(decompose, matrices)
-    return vectors.reshape(factor.shape)
+    return one_by_one(decompose, matrices).reshape(factor.shape)

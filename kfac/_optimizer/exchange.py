@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -58,7 +58,11 @@ class StepContext:
         """Set the blocks of a stack that this device does not own to zero."""
         return jnp.where(per_block(self.owns[name], stack), stack, 0)
 
-    def stack(self, leaves: Mapping[str, Array], groups: Iterable[Group]) -> Vectors:
+    def stack(
+        self,
+        leaves: Mapping[str, Array],
+        groups: Iterable[Group],
+    ) -> Vectors:
         """Return gradients or parameters as matrices `[k, d_in, d_out]`, for all blocks of some groups."""
         matrices = {}
         for group in groups:
@@ -129,7 +133,11 @@ class WholeGradients(StepContext):
             square += jnp.sum(x * x)
         return updates, self.way.take(matrices, self.shards), square
 
-    def receive_params(self, params: Gradients, groups: Sequence[Group]) -> Vectors:
+    def receive_params(
+        self,
+        params: Gradients,
+        groups: Iterable[Group],
+    ) -> Vectors:
         """Return the parameters of the blocks that this device preconditions, for some groups."""
         matrices = self.stack(leaves_by_path(params.tree), groups)
         return self.way.take(matrices, self.shards)
@@ -194,7 +202,11 @@ class SplitGradients(WholeGradients):
         matrices = self.receive_params(updates, self.config.groups)
         return updates, matrices, self.total_product(matrices, matrices)
 
-    def receive_params(self, params: Gradients, groups: Sequence[Group]) -> Vectors:
+    def receive_params(
+        self,
+        params: Gradients,
+        groups: Iterable[Group],
+    ) -> Vectors:
         shared = [group for group in groups if not group.owned]
         matrices = self.stack(leaves_by_path(params.tree), shared)
         for name, parts in params.stacks.items():

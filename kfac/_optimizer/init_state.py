@@ -44,9 +44,13 @@ def init_state(
     owners = config.way.owners
     devices = axis_size(owners) or 1
     shards = make_shards(group_costs(config.groups), devices)
-    owned, shared, bases, members = {}, {}, {}, {}
+    owned = {}
+    shared = {}
+    bases = {}
+    members = {}
     for group in config.groups:
-        name, size = group.name, group.size
+        name = group.name
+        size = group.size
         members[name] = {group.members: jnp.full((), size, jnp.int32)}
         if not group.owned:
             shared[name] = init_blocks(config, group, size, dtype)

@@ -131,7 +131,6 @@ def kfac(
       ValueError: an argument is out of range, or two arguments conflict.
     """
     spectral = step_norm is not None
-    check_layers(layers)
     inverse, every, _ = chosen(
         layers,
         step_norm=step_norm,
@@ -174,7 +173,8 @@ def kfac(
 
 
 def _by_layer(
-    multipliers: Mapping[str, float] | None, layers: Layers
+    multipliers: Mapping[str, float] | None,
+    layers: Layers,
 ) -> Mapping[str, float] | None:
     """Return the multipliers, keyed by the path of each layer's first parameter.
 
@@ -239,6 +239,7 @@ def chosen(
     Raises:
       ValueError: an argument is out of range, or `cost` is not its default with `step_norm=None`.
     """
+    check_layers(layers)
     if inverse is None:
         inverse = Cholesky() if step_norm is None else Soap()
     check_inverse(inverse)

@@ -226,7 +226,8 @@ class Stack(NamedTuple):
 
 
 def normalize_step(
-    stacks: Mapping[str, Stack], coefficient: Array | None
+    stacks: Mapping[str, Stack],
+    coefficient: Array | None,
 ) -> dict[str, Array]:
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
@@ -309,7 +310,8 @@ class BlockSums(NamedTuple):
 
 def _sums(x: Stack) -> BlockSums:
     """Compute the sums of a stack."""
-    u, g = x.updates, x.gradients
+    u = x.updates
+    g = x.gradients
     first_axis = 2 if x.by_row else 1
     if x.params is None:
         products = [u * u, u != 0, g != 0]

@@ -65,13 +65,17 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
             f"opt_state holds no state of kfac.kfac, but is of type {type(opt_state).__name__}: pass what tx.init "
             "returned"
         )
-    if len(states) > 1 and isinstance(factors, Factors):
-        _check_names(states, factors)
+    several = len(states) > 1 and isinstance(factors, Factors)
+    unknown = set(factors or ()) if several else set()
+    for state in states:
+        unknown -= {layer.name for layer in state.settings.found.with_factors}
+    if unknown:
+        raise ValueError(
+            f"factors hold a layer {min(unknown)!r}, which none of the {len(states)} states has"
+        )
 
     def observed(state: KfacState) -> KfacState:
-        own = factors
-        if len(states) > 1 and isinstance(factors, Factors):
-            own = _own(state, factors)
+        own = _own(state, factors) if several and factors is not None else factors
         new = _observe(pure(state), own)
         places = jax.tree.leaves(state, is_leaf=is_variable)
         if not any(map(is_variable, places)):
@@ -81,17 +85,6 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
         return state
 
     return on_states(observed, opt_state)
-
-
-def _check_names(states: list[KfacState], factors: Factors) -> None:
-    """Raise if the factors hold a layer that no state has."""
-    unknown = set(factors)
-    for state in states:
-        unknown -= {layer.name for layer in state.settings.found.with_factors}
-    if unknown:
-        raise ValueError(
-            f"factors hold a layer {min(unknown)!r}, which none of the {len(states)} states has"
-        )
 
 
 def _own(state: KfacState, factors: Factors) -> Factors:
@@ -106,7 +99,9 @@ def _own(state: KfacState, factors: Factors) -> Factors:
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     """Observe with a single state and the factors of its layers."""
     settings = state.settings
-    layers, found, inverse = settings.layers, settings.found, settings.inverse
+    layers = settings.layers
+    found = settings.found
+    inverse = settings.inverse
     if factors is not None:
         given: object = factors
         if not isinstance(given, Factors):

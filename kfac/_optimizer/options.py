@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from jax import Array
 
 from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
@@ -15,9 +16,15 @@ from kfac._optimizer.place import PyTree
 
 # Options that may be None, and are then not checked.
 LEFT_OUT = (
-    "momentum", "step_norm", "trust_ratio", "kl_clip", "layer_multipliers", "weight_decay", "inverse_every",
+    "momentum",
+    "step_norm",
+    "trust_ratio",
+    "kl_clip",
+    "layer_multipliers",
+    "weight_decay",
+    "inverse_every",
     "refresh_warmup",
-)  # fmt: skip
+)
 
 
 class Options(NamedTuple):
@@ -27,9 +34,9 @@ class Options(NamedTuple):
     inverse: Inverse
     distribution: Distribution | None
     factor_decay: ScalarOrSchedule = 0.95
-    statistics_every: int | jax.Array = 1
-    inverse_every: int | jax.Array | None = 1
-    refresh_warmup: int | jax.Array | None = None
+    statistics_every: int | Array = 1
+    inverse_every: int | Array | None = 1
+    refresh_warmup: int | Array | None = None
     unitwise_damping: ScalarOrSchedule = 1.0
 
 
@@ -42,7 +49,7 @@ def check_options(
     """Raise a `ValueError` if an option is out of range, or if two options conflict."""
     mask = weight_decay_mask
     bools = all(isinstance(x, bool) for x in jax.tree.leaves(mask))
-    if isinstance(mask, bool | jax.Array) or not (callable(mask) or bools):
+    if isinstance(mask, bool | Array) or not (callable(mask) or bools):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, but "
             f"is {mask!r}. optax.inject_hyperparams calls functions with the step: Name it there, "

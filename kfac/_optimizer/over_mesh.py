@@ -104,10 +104,15 @@ class OverMesh:
             return self.from_owners(new, updates), state
         return lying_as(new.tree, updates), state
 
-    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
+    def observe(
+        self,
+        state: KfacState,
+        factors: Factors | None,
+    ) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
         states = state_spec(self.owners)
-        over, everywhere = PartitionSpec(self.owners), PartitionSpec()
+        over = PartitionSpec(self.owners)
+        everywhere = PartitionSpec()
         specs: Any = everywhere
         stacks = None
         if factors is not None:
@@ -147,7 +152,11 @@ class OverMesh:
                 return True
         return False
 
-    def statistics_to_owners(self, state: KfacState, factors: Factors) -> Stacks:
+    def statistics_to_owners(
+        self,
+        state: KfacState,
+        factors: Factors,
+    ) -> Stacks:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
@@ -207,7 +216,8 @@ class OverMesh:
         """
         owned = self.owned(updates)
         split = whole(lambda stacks: self.split_owned(stacks, owned), owned)
-        dealt, rest = split(new.stacks), leaves_by_path(new.tree)
+        dealt = split(new.stacks)
+        rest = leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.layers.skipped_paths:
@@ -218,7 +228,9 @@ class OverMesh:
         return map_by_path(back, updates)
 
     def split_owned(
-        self, stacks: dict[str, list[Array]], owned: dict[str, Array]
+        self,
+        stacks: dict[str, list[Array]],
+        owned: dict[str, Array],
     ) -> dict[str, Array]:
         """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
         leaves: dict[str, Array] = {}

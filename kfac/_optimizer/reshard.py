@@ -137,7 +137,14 @@ def gather_state(opt_state: Any) -> Any:
 
     def gather(node):
         for owned in node.owned.values():
-            _check_row(owned)
+            shard = owned.shard
+            shape = owned.blocks.weight.shape
+            expected = shard.devices * shard.positions
+            if shape != (expected,):
+                raise ValueError(
+                    f"opt_state must hold the {expected} blocks of all {shard.devices} devices in a row, but has "
+                    f"{shape}: gather outside of shard_map and pmap, from all processes"
+                )
         node = _each_device(opened, replicated(node))
         settings = dataclasses.replace(node.settings, distribution=Distribution())
         return node._replace(
@@ -227,7 +234,8 @@ def _by_device(devices: int, tree: PyTree) -> PyTree:
 
 
 def _each_device(
-    fn: Callable[[KfacState, Way], KfacState], state: KfacState
+    fn: Callable[[KfacState, Way], KfacState],
+    state: KfacState,
 ) -> KfacState:
     """Apply `opened` or `closed` to each device's part of a global state.
 
@@ -273,18 +281,9 @@ def on_nodes(
 on_states = functools.partial(on_nodes, KfacState)
 
 
-def _check_row(owned: Owned) -> None:
-    shard, shape = owned.shard, owned.blocks.weight.shape
-    expected = shard.devices * shard.positions
-    if shape != (expected,):
-        raise ValueError(
-            f"opt_state must hold the {expected} blocks of all {shard.devices} devices in a row, but has {shape}: "
-            "gather outside of shard_map and pmap, from all processes"
-        )
-
-
 def _gather_owned(owned: Owned) -> Owned:
-    shard, whole = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
+    shard = owned.shard
+    whole = dataclasses.replace(owned.shard, devices=1, owners=())
     blocks = jax.tree.map(lambda x: x[shard.places], owned.blocks)
     return dataclasses.replace(owned, blocks=blocks, shard=whole, form=None)
 

@@ -107,7 +107,8 @@ def scale_by_kfac(
     )
     check_options(options, Moves())
     return hide_masked_biases(
-        layers, lambda layers: precondition_and_move(layers, Moves(), options)
+        layers,
+        lambda layers: precondition_and_move(layers, Moves(), options),
     )
 
 
@@ -117,7 +118,8 @@ def precondition_and_move(
     options: Options,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
-    inverse, uses = options.inverse, options.distribution or Distribution()
+    inverse = options.inverse
+    uses = options.distribution or Distribution()
     config = Config(layers, group_layers(layers), inverse, Way(), moves)
     refreshes = options.inverse_every is not None
     settings = Settings(layers, layers, inverse, uses, refreshes)
@@ -195,7 +197,8 @@ class Preconditioner:
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
-        gradients, weights = Gradients(updates), Gradients(params)
+        gradients = Gradients(updates)
+        weights = Gradients(params)
         steps, state = preconditioned_step(
             exchange,
             config,
@@ -208,7 +211,8 @@ class Preconditioner:
 
     def prepared(self, state: KfacState) -> KfacState:
         """Set the state's flags and scalars for the next `observe`."""
-        count, options = state.count, self.options
+        count = state.count
+        options = self.options
         warmup = 10 if options.refresh_warmup is None else options.refresh_warmup
         period = 1 if options.inverse_every is None else options.inverse_every
         in_warmup = in_turn(count, period, warmup)
@@ -254,8 +258,8 @@ def in_turn(
     to `every`. With `warmup=0`, the interval is always `every`. The interval doubles because factors change fast at
     first and then more slowly, on a time scale that grows with the number of steps so far.
     """
-    every = jnp.asarray(every).astype(jnp.int32)
-    warmup = jnp.asarray(warmup).astype(jnp.int32)
+    every = jnp.asarray(every, jnp.int32)
+    warmup = jnp.asarray(warmup, jnp.int32)
     doublings = jnp.minimum(32 - lax.clz(count // jnp.maximum(warmup, 1)), 30)
     interval = jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
     return count % interval == 0

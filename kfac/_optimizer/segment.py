@@ -56,9 +56,14 @@ def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
 
 
 @functools.cache
-def _slots(part: str, groups: tuple[tuple[str, Form, Shard], ...]) -> dict[str, Slot]:
+def _slots(
+    part: str,
+    groups: tuple[tuple[str, Form, Shard], ...],
+) -> dict[str, Slot]:
     """Return the slots of a part, by group. Each group is given as its name, form and shard."""
-    shapes, sizes, shards = {}, {}, {}
+    shapes = {}
+    sizes = {}
+    shards = {}
     for name, form, shard in groups:
         of_part = getattr(jax.tree.unflatten(*form), part)
         if jax.tree.leaves(of_part):
@@ -125,7 +130,8 @@ def opened(state: KfacState, way: Way) -> KfacState:
 def closed(state: KfacState, way: Way) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the segment: the inverse of `opened`."""
     for part in Segment._fields:
-        slots, blocks = slots_of(state, part), state.blocks
+        slots = slots_of(state, part)
+        blocks = state.blocks
         if not slots:
             continue
         shapes = jax.tree.leaves([slot.shapes for slot in slots.values()])
@@ -135,7 +141,7 @@ def closed(state: KfacState, way: Way) -> KfacState:
         for name in slots:
             stack = getattr(blocks[name], part)
             state = with_parts(state, way, name, **{part: stack})
-            nothing: dict[str, PyTree] = {part: None}
+            nothing: PyTree = {part: None}
             blocks[name] = blocks[name]._replace(**nothing)
         state = with_blocks(state, blocks)
     return state

@@ -261,7 +261,10 @@ def devices_of(state: KfacState) -> int:
     return max((shard.devices for shard in shards_of(state).values()), default=1)
 
 
-def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
+def with_blocks(
+    state: KfacState,
+    blocks: dict[str, BlockState],
+) -> KfacState:
     """Return the state with `blocks` in place of its blocks."""
     owned = {
         n: dataclasses.replace(old, blocks=blocks[n]) for n, old in state.owned.items()
@@ -428,7 +431,8 @@ def check_blocks(state: KfacState, devices: int) -> None:
     """Raise a `ValueError` if the state here does not hold one device's blocks for this number of devices."""
     check_devices(state, devices)
     for owned in state.owned.values():
-        actual, expected = owned.blocks.weight.shape[0], owned.shard.positions
+        actual = owned.blocks.weight.shape[0]
+        expected = owned.shard.positions
         if actual != expected:
             raise ValueError(
                 f"this device must get {expected} of the state's {owned.shard.blocks} blocks of a shape, but gets "
@@ -447,7 +451,8 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
         actual[name] = f"{size} of {names}"
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
     for name in expected | actual:
-        has, needs = actual.get(name, "none"), expected.get(name, "none")
+        has = actual.get(name, "none")
+        needs = expected.get(name, "none")
         if has != needs:
             raise ValueError(
                 f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "

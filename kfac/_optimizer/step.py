@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,9 +98,12 @@ def precondition(
       (`takes_gradients`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
       step's directions.
     """
-    config, state = device.config, device.state
+    config = device.config
+    state = device.state
     momentum = Momentum(now.momentum, config.moves.nesterov)
-    result, advanced, angles = {}, {}, {}
+    result = {}
+    advanced = {}
+    angles = {}
     for group in config.groups:
         name = group.name
         inverse = group.inverse_of(config.inverse)
@@ -158,7 +160,8 @@ def add_momentum(
     momentum = Momentum(now.momentum, device.config.moves.nesterov)
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
-    steps, motions = dict(steps), {}
+    steps = dict(steps)
+    motions = {}
     for name in state.blocks:
         trace, rate = part_of(state, device.way, name, "motion")
         if rate is not None:
@@ -237,7 +240,7 @@ def measure(
     device: StepContext,
     now: StepScalars,
     motions: dict[str, MomentumState],
-    norms: Sequence[Array],
+    norms: tuple[Array, ...],
     scale: Array,
     usable: Array,
 ) -> tuple[KfacMetrics, Array]:
@@ -255,8 +258,13 @@ def measure(
     Returns:
       The metrics, and whether the step is usable on all devices.
     """
-    way, state, metrics = device.way, device.state, device.state.metrics
-    conditions, ages, rates, inverse_rates = [], [], [], []
+    way = device.way
+    state = device.state
+    metrics = device.state.metrics
+    conditions = []
+    ages = []
+    rates = []
+    inverse_rates = []
     for name, block in state.blocks.items():
         conditions.append(block.condition)
         age = state.count - block.inverted
@@ -303,7 +311,8 @@ def commit(
     usable: Array,
 ) -> KfacState:
     """Write momenta, rates and the inverses' new states into the state if the step is usable."""
-    state, way = device.state, device.way
+    state = device.state
+    way = device.way
     for name, motion in motions.items():
         new: dict[str, Any] = {"motion": motion}
         if name in inverses:

@@ -194,11 +194,13 @@ class TrainStep:
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
         inverse, _, share = chosen(layers, **self.options)
-        parts, examples = self.num_microbatches, self.num_examples
+        parts = self.num_microbatches
+        examples = self.num_examples
         if share > 1:
             fewer = -(-parts // share)
             thinned = every_example(layers, args, kwargs, share, fewer)
-            args, kwargs = thinned.args, thinned.kwargs
+            args = thinned.args
+            kwargs = thinned.kwargs
             examples = thinned.of(examples)
             if thinned.kept < thinned.rows:
                 parts = fewer
@@ -294,8 +296,12 @@ def train_step(
     """
     check_function(loss_fn)
     measured = dict(fisher=fisher, communication_dtype=communication_dtype)
-    found: dict[str, Any]
-    found = dict(skip=skip, reduce=reduce, gradient=gradient, strict=strict)
+    found: dict[str, Any] = dict(
+        skip=skip,
+        reduce=reduce,
+        gradient=gradient,
+        strict=strict,
+    )
     check(has_aux=has_aux, **measured, num_microbatches=num_microbatches)
     check(**found, verbose=verbose, donate=donate)
     check_given(num_examples=num_examples, batch_argnums=batch_argnums, max_dim=max_dim)
