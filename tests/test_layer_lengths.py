@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 from kfac._curvature.inverse import damping_of_blocks
-from kfac._optimizer.moves import Kernels, Stack, lengthened, spectral_norm
+from kfac._optimizer.moves import Kernels, Stack, normalize_step, spectral_norm
 from kfac.types import Kronecker, Unitwise
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
@@ -185,7 +185,7 @@ def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
     for left in (0, 1e-6, 0.1):
         update = kernel + left * gradient
         stack = Stack(update, kernel, gradient, Kernels(jnp.array([1200]), jnp.array([40]), jnp.array([1.0])))
-        length = singular(lengthened({"": stack}, None)[""][0])
+        length = singular(normalize_step({"": stack}, None)[""][0])
         low, high = {0: (0, 1e-3), 1e-6: (0, 1e-2), 0.1: (0.999, 1.1)}[left]
         assert low <= length < high
 

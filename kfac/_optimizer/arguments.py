@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import optax
 
 from kfac._checks import check_layers
 from kfac._factors import Factors
 from kfac._layers import Layer, Layers, leaf_alone, leaves_by_path
+from kfac._optimizer.place import PyTree
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import has_masked
 
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 
 
-def fitted(
-    layers: Layers, build: Callable[[Layers], optax.GradientTransformationExtraArgs]
+def hide_masked_biases(
+    layers: Layers,
+    build: Callable[[Layers], optax.GradientTransformationExtraArgs],
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer for the layers without the biases that `optax.masked` or `optax.partition` hides.
 
@@ -35,19 +36,20 @@ def fitted(
     """
     check_layers(layers)
     made = functools.cache(build)
-    made(layers)  # checks the options
+    # Check the options.
+    made(layers)
 
     def init(params):
         visible = _without_hidden(layers, params)
         state = made(visible).init(params)
         if visible is layers:
             return state
-        return on_states(
-            lambda x: x._replace(
-                settings=dataclasses.replace(x.settings, found=layers)
-            ),
-            state,
-        )
+
+        def with_found(node):
+            settings = dataclasses.replace(node.settings, found=layers)
+            return node._replace(settings=settings)
+
+        return on_states(with_found, state)
 
     def update(updates, state, params=None, **extra):
         if isinstance(updates, Factors):
@@ -56,14 +58,13 @@ def fitted(
             )
         if "factors" in extra:
             raise TypeError(f"update takes no factors: call {HOW_TO_OBSERVE} before it")
-        return made(_without_hidden(layers, updates)).update(
-            updates, state, params, **extra
-        )
+        tx = made(_without_hidden(layers, updates))
+        return tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _without_hidden(layers: Layers, tree: Any) -> Layers:
+def _without_hidden(layers: Layers, tree: PyTree) -> Layers:
     """Return the layers with hidden biases as skipped layers.
 
     A bias counts as hidden if `tree` contains its kernel, but not the bias.
@@ -72,21 +73,18 @@ def _without_hidden(layers: Layers, tree: Any) -> Layers:
         return layers
     leaves = leaves_by_path(tree)
 
-    def parts(layer: Layer) -> list[Layer]:
-        if not layer.has_bias or [path in leaves for path in layer.params] != [
-            True,
-            False,
-        ]:
-            return [layer]
+    blocks = []
+    for layer in layers:
+        visible = [path in leaves for path in layer.params]
+        if not layer.has_bias or visible != [True, False]:
+            blocks.append(layer)
+            continue
         # Remove the homogeneous 1, the last row and column of `A`. If `A` is cut into blocks, keep `d_in`, so that
         # the blocks keep their shape: the last block then has zeros in place of the 1.
         kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
-        return [
-            kernel,
-            Layer(layer.params[1], "skipped", layer.params[1:], layer.shapes[1:]),
-        ]
-
-    blocks = [part for layer in layers for part in parts(layer)]
+        params = layer.params[1:]
+        shapes = layer.shapes[1:]
+        blocks += [kernel, Layer(params[0], "skipped", params, shapes)]
     if len(blocks) == len(layers):
         return layers
     blocks.sort(key=lambda layer: min(map(layers.paths.index, layer.params)))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import averaged, finite
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.ways import Way
-from kfac._factors import Factors, Statistics
-from kfac._layers import Layer
-from kfac._optimizer.place import Config, Place, Vectors, join
+from kfac._factors import Average, Factors, Kronecker, Statistics
+from kfac._optimizer.exchange import StepContext, join
+from kfac._optimizer.place import Config, Vectors
 from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import KfacState, check_devices, check_positions, shards_of
+from kfac._optimizer.state import KfacState, check_blocks, shards_of
 from kfac._packing import filled, flatten, unflatten
 from kfac._varying import as_varying, device_axes, varying_axes
 
@@ -37,7 +36,9 @@ class Stacks(NamedTuple):
 
 
 def observe_here(
-    config: Config, state: KfacState, statistics: Factors | Stacks | None
+    config: Config,
+    state: KfacState,
+    statistics: Factors | Stacks | None,
 ) -> KfacState:
     """Observe on one device.
 
@@ -55,10 +56,8 @@ def observe_here(
         factors differ along axes of devices that `axis_name=` does not name.
     """
     way = config.way
-    check_devices(state, way.devices)
-    for owned in state.owned.values():
-        check_positions(owned)
-    place = Place(config, shards_of(state))
+    check_blocks(state, way.devices)
+    context = StepContext(config, state)
     left_out: Vectors = {}
     failed: Vectors = {}
     if statistics is None:
@@ -67,20 +66,17 @@ def observe_here(
     else:
         if isinstance(statistics, Factors):
             way.check("factors", statistics)
-            statistics = average_over_devices(place, state, statistics)
-        state, left_out = take_in(place, state, statistics)
+            statistics = average_over_devices(context, statistics)
+        state, left_out = update_ema(context, statistics)
         if state.settings.refreshes:
-            due = state.refresh_due.astype(
-                bool
-            )  # `optax.contrib.sam` turns the state's flags into integers
+            # `optax.contrib.sam` turns the state's flags into integers.
+            due = state.refresh_due.astype(bool)
             state, failed = refresh_inverses(way, state, due)
-            state = state._replace(
-                refreshed=jnp.where(due, state.count, state.refreshed)
-            )
+            refreshed = jnp.where(due, state.count, state.refreshed)
+            state = state._replace(refreshed=refreshed)
         state = state._replace(measured=state.count, due=jnp.zeros((), bool))
-    skipped, failures = way.total(
-        jnp.stack([count_blocks(way, state, flags) for flags in (left_out, failed)])
-    )
+    counts = [count_blocks(way, state, left_out), count_blocks(way, state, failed)]
+    skipped, failures = way.total(jnp.stack(counts))
     metrics = state.metrics._replace(
         skipped_statistics=state.metrics.skipped_statistics + skipped,
         failed_inversions=state.metrics.failed_inversions + failures,
@@ -88,40 +84,38 @@ def observe_here(
     return state._replace(metrics=metrics)
 
 
-def average_over_devices(place: Place, state: KfacState, factors: Factors) -> Stacks:
+def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
-    config, way = place.config, place.config.way
-    gradients = stack_gradients(config, state, factors)
+    config = context.config
+    way = context.way
+    shards = context.shards
+    gradients = stack_gradients(context, factors.gradients)
     if not way.alone:
-        statistics = way.statistics(
-            stack_packed(config, factors, way.mean), place.shards
-        )
-        return Stacks(
-            statistics,
-            way.means(
-                gradients, {n: x for n, x in place.shards.items() if n in gradients}
-            ),
-        )
-    whole = Factors({name: block.combined() for name, block in factors.items()})
-    stacks = {
-        g.name: g.stack_factors(whole, g.moments(config.inverse))
-        for g in config.groups
-        if g.captured
-    }
-    return Stacks(stacks, gradients)
+        packed = stack_packed(config, factors, way.mean)
+        own = {name: shard for name, shard in shards.items() if name in gradients}
+        return Stacks(way.statistics(packed, shards), way.means(gradients, own))
+    combined = Factors({name: block.combined() for name, block in factors.items()})
+    statistics = {}
+    for group in config.groups:
+        if group.captured:
+            moments = group.moments(config.inverse)
+            statistics[group.name] = group.stack_factors(combined, moments)
+    return Stacks(statistics, gradients)
 
 
-def stack_gradients(config: Config, state: KfacState, factors: Factors) -> Vectors:
+def stack_gradients(
+    context: StepContext,
+    gradients: Mapping[str, Array],
+) -> Vectors:
     """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
-    groups = [group for group in config.groups if not group.captured]
-    return {
-        g.name: g.stack_matrices(factors.gradients, state.blocks[g.name].weight.dtype)
-        for g in groups
-    }
+    groups = [group for group in context.config.groups if not group.captured]
+    return context.stack(gradients, groups)
 
 
 def stack_packed(
-    config: Config, factors: Factors, mean: Callable[[Any], Any] | None = None
+    config: Config,
+    factors: Factors,
+    mean: Average | None = None,
 ) -> dict[str, Statistics]:
     """Stack the packed statistics of all blocks, `[k, ...]`, for each group with captured statistics.
 
@@ -130,91 +124,88 @@ def stack_packed(
     then equals the statistics that a single device computes from the whole batch.
     """
     # All blocks share a message, so if some blocks are in bfloat16, the others are cast to it.
-    dtype = (
-        jnp.bfloat16
-        if any(block.wire == jnp.bfloat16 for block in factors.values())
-        else None
-    )
-    fill = (
-        (lambda flat: flat) if device_axes() else filled
-    )  # over a mesh all vectors are padded
+    narrow = any(block.wire == jnp.bfloat16 for block in factors.values())
+    dtype = jnp.bfloat16 if narrow else None
 
-    def to_send(group: Group, layer: Layer) -> Any:
-        packed = factors[layer.name].packed(
-            tuple(layer.side_shapes.values()), mean, dtype
-        )
-        return group.block.to_send(layer, packed, fill)
+    def fill(flat):
+        # Over a mesh all vectors are padded.
+        return flat if device_axes() else filled(flat)
 
-    stacks: dict[str, Any] = {}
-    for group in [group for group in config.groups if group.captured]:
+    stacks = {}
+    for group in config.groups:
+        if not group.captured:
+            continue
+        sent = {}
+        for layer in group.layers:
+            shapes = tuple(layer.side_shapes.values())
+            packed = factors[layer.name].packed(shapes, mean, dtype)
+            sent[layer.name] = group.block.to_send(layer, packed, fill)
         moments = group.moments(config.inverse)
-        moments = None if moments is None else fill(jnp.zeros(math.prod(moments))).shape
-        stack = group.stack_factors(
-            Factors({x.name: to_send(group, x) for x in group.layers}), moments
-        )
+        if moments is not None:
+            moments = fill(jnp.zeros(math.prod(moments))).shape
+        stack = group.stack_factors(Factors(sent), moments)
         stacks[group.name] = group.block.sent(group.shapes, stack)
     return stacks
 
 
-def take_in(
-    place: Place, state: KfacState, stacks: Stacks
+def update_ema(
+    context: StepContext,
+    stacks: Stacks,
 ) -> tuple[KfacState, Vectors]:
     """Update the running averages with the statistics of a batch, except for blocks with non-finite statistics.
 
     Args:
-      place: the blocks that this device holds.
-      state: the state before.
+      context: the blocks that this device holds.
       stacks: the statistics of these blocks, averaged over devices.
 
     Returns:
       The new state, and for each group a mask `[k]` of this device's own blocks that ignored their statistics.
     """
-    config, way, left_out = place.config, place.config.way, {}
-    batch: dict[str, Any] = {
-        name: stack.unpacked() for name, stack in stacks.statistics.items()
-    }
-    for group in config.groups:
-        if not group.captured:
-            batch[group.name] = group.block.of_gradients(
-                group.shapes, stacks.gradients[group.name]
-            )
-    steps = jnp.where(
-        state.measured < 0, 1, jnp.maximum(state.count - state.measured, 1)
-    )
+    config = context.config
+    way = context.way
+    state = context.state
+    age = jnp.maximum(state.count - state.measured, 1)
+    steps = jnp.where(state.measured < 0, 1, age)
     decay = state.factor_decay.astype(jnp.result_type(float)) ** steps
+    left_out = {}
     for group in config.groups:
-        name, block, statistics = (
-            group.name,
-            state.blocks[group.name],
-            batch[group.name],
-        )
+        name = group.name
+        block = state.blocks[name]
+        statistics: Any
+        if group.captured:
+            statistics = stacks.statistics[name].unpacked()
+        else:
+            gradients = stacks.gradients[name]
+            statistics = group.block.of_gradients(group.shapes, gradients)
         # Statistics also count as non-finite if their squares overflow. A batch with such large statistics would
         # dominate the average for hundreds of steps.
-        good = jnp.all(
-            jnp.stack([finite(x * x) for x in jax.tree.leaves(statistics)]), axis=0
-        )
-        taken, left_out[name] = good & place.owns[name], ~good & place.owns[name]
+        flags = [finite(x * x) for x in jax.tree.leaves(statistics)]
+        good = jnp.all(jnp.stack(flags), axis=0)
+        taken = good & context.owns[name]
+        left_out[name] = ~good & context.owns[name]
         if statistics.moments is not None:
+            corrected = context.take(name, jnp.asarray(group.corrected))
             # Before the first decomposition there is no eigenbasis in which moments could be kept.
-            corrected = way.take({name: jnp.asarray(group.corrected)}, place.shards)[
-                name
-            ] & (block.condition > 0)
-            inverse_state = part_of(state, way, name, "inverse")
+            corrected &= block.condition > 0
             inverse = config.inverse.absorb(
-                inverse_state, statistics.moments, decay, taken & corrected
+                part_of(state, way, name, "inverse"),
+                statistics.moments,
+                decay,
+                taken & corrected,
             )
             state = with_parts(state, way, name, inverse=inverse)
             statistics = dataclasses.replace(statistics, moments=None)
         old = group.scaled(part_of(state, way, name, "factors"), back=True)
         average, weight = averaged(old, block.weight, statistics, decay, taken)
-        state = with_parts(
-            state, way, name, factors=group.scaled(average), weight=weight
-        )
+        factors = group.scaled(average)
+        state = with_parts(state, way, name, factors=factors, weight=weight)
     return state, left_out
 
 
 def refresh_inverses(
-    way: Way, state: KfacState, needed: jax.Array | None = None
+    way: Way,
+    state: KfacState,
+    needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
     """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices hold.
 
@@ -228,71 +219,86 @@ def refresh_inverses(
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
-    wanted = {name: block.weight > 0 for name, block in state.blocks.items()}
-    wanted |= {
-        name: wanted[name] & way.owns(shard) for name, shard in shards_of(state).items()
-    }
-    wanted = (
-        wanted
-        if needed is None
-        else {name: flags & needed for name, flags in wanted.items()}
+    shards = shards_of(state)
+    wanted = {}
+    none_failed = {}
+    for name, block in state.blocks.items():
+        flags = block.weight > 0
+        if name in shards:
+            flags &= way.owns(shards[name])
+        if needed is not None:
+            flags &= needed
+        wanted[name] = flags
+        zeros = jnp.zeros(flags.shape, bool)
+        none_failed[name] = as_varying(zeros, varying_axes(flags))
+
+    def refreshed(old):
+        new = old[0]
+        failed = {}
+        for name in wanted:
+            new, failed[name] = refresh_group(way, state, new, name, wanted[name])
+        return new._replace(bases=gather_bases(way, new)), failed
+
+    if needed is None:
+        return refreshed((state, none_failed))
+    return once_if(needed, refreshed, (state, none_failed))
+
+
+def refresh_group(
+    way: Way,
+    state: KfacState,
+    new: KfacState,
+    name: str,
+    wanted: Array,
+) -> tuple[KfacState, Array]:
+    """Refresh the inverses of a group.
+
+    Args:
+      way: how blocks lie on devices.
+      state: the state before the refresh.
+      new: the state with the groups that are already refreshed.
+      name: the group's name.
+      wanted: which blocks to refresh, `[k]`.
+
+    Returns:
+      `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
+    """
+    block = state.blocks[name]
+    kept = part_of(new, way, name, "inverse")
+    inverse = state.settings.inverse
+    damping = state.observe_damping
+    if name in state.shared:
+        inverse = kept.inverse
+        damping = damping * state.unitwise_damping
+    factors = part_of(new, way, name, "factors")
+    result = refresh(inverse, kept, factors, wanted, damping)
+    new = with_parts(
+        new,
+        way,
+        name,
+        inverse=result.inverse,
+        condition=jnp.where(result.valid, result.condition, block.condition),
+        inverted=jnp.where(result.valid, state.count, block.inverted),
     )
-    nothing = {
-        name: as_varying(jnp.zeros(flags.shape, bool), varying_axes(flags))
-        for name, flags in wanted.items()
-    }
-
-    def refreshed(old: tuple[KfacState, Vectors]) -> tuple[KfacState, Vectors]:
-        new, failed = old
-        for name, block in state.blocks.items():
-            inverse_state, owned = (
-                part_of(new, way, name, "inverse"),
-                state.owned.get(name),
-            )
-            kind = inverse_state.inverse if owned is None else state.settings.inverse
-            damping = state.observe_damping * (
-                state.unitwise_damping if owned is None else 1
-            )
-            result = refresh(
-                kind,
-                inverse_state,
-                part_of(new, way, name, "factors"),
-                wanted[name],
-                damping,
-            )
-            condition = jnp.where(result.valid, result.condition, block.condition)
-            inverted = jnp.where(result.valid, state.count, block.inverted)
-            new = with_parts(
-                new,
-                way,
-                name,
-                inverse=result.inverse,
-                condition=condition,
-                inverted=inverted,
-            )
-            failed = failed | {name: wanted[name] & ~result.valid}
-        # Gather the bases from their owners to all devices.
-        sent = {
-            n: flatten(state.settings.inverse.basis(part_of(new, way, n, "inverse")))
-            for n in new.bases
-        }
-        received = way.gather(sent, shards_of(state))
-        bases = {
-            name: unflatten(flat, new.bases[name]) for name, flat in received.items()
-        }
-        return new._replace(bases=bases), failed
-
-    return (
-        refreshed((state, nothing))
-        if needed is None
-        else once_if(needed, refreshed, (state, nothing))
-    )
+    return new, wanted & ~result.valid
 
 
-def count_blocks(way: Way, state: KfacState, flags: Vectors) -> jax.Array:
+def gather_bases(way: Way, state: KfacState) -> dict[str, Kronecker]:
+    """Gather the eigenvectors of blocks with moments from their owners to all devices."""
+    sent = {}
+    for name in state.bases:
+        basis = state.settings.inverse.basis(part_of(state, way, name, "inverse"))
+        sent[name] = flatten(basis)
+    received = way.gather(sent, shards_of(state))
+    return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
+
+
+def count_blocks(
+    way: Way,
+    state: KfacState,
+    flags: Vectors,
+) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
     first = jnp.asarray(lax.axis_index(way.owners) == 0)
-    return jnp.sum(
-        join(x if name in state.owned else x & first for name, x in flags.items()),
-        dtype=jnp.int32,
-    )
+    counted = [x if name in state.owned else x & first for name, x in flags.items()]
+    return jnp.sum(join(counted), dtype=jnp.int32)

@@ -87,10 +87,8 @@ def statistics_due(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: `opt_state` holds no such state.
     """
-    flags = [
-        jnp.ravel(pure(state.due))[0].astype(bool)
-        for state in some_states(opt_state, "opt_state")
-    ]
+    states = some_states(opt_state, "opt_state")
+    flags = [jnp.ravel(pure(state.due))[0].astype(bool) for state in states]
     return functools.reduce(jnp.logical_or, flags)
 
 
@@ -118,40 +116,43 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       ValueError: `source` holds no such state or several, or does not fit the layers.
     """
     check_layers(layers)
+    basis: dict[str, Kronecker] = {}
     if isinstance(source, Factors):
         check_factors(source, layers)
-        blocks: dict[str, Any] = {
-            layer.name: source[layer.name] for layer in layers if layer.correctable
-        }
-        return {
-            name: Kronecker(_eigenvectors(block.A), _eigenvectors(block.G))
-            for name, block in blocks.items()
-        }
+        for layer in layers:
+            if layer.correctable:
+                block: Any = source[layer.name]
+                a = _eigenvectors(block.A)
+                g = _eigenvectors(block.G)
+                basis[layer.name] = Kronecker(a, g)
+        return basis
     state = find_state(source, "source")
     groups = group_layers(layers)
     check_groups(groups, state)
-    basis: dict[str, Kronecker] = {}
-    for group in [group for group in groups if group.correctable]:
-        owned, vectors = state.owned[group.name], state.bases.get(group.name)
-        if vectors is None and owned.blocks.inverse is not None:
-            vectors = state.settings.inverse.basis(owned.blocks.inverse)
-        if vectors is None:
+    for group in groups:
+        if not group.correctable:
+            continue
+        stack = state.bases.get(group.name)
+        blocks = state.owned[group.name].blocks
+        if stack is None and blocks.inverse is not None:
+            stack = state.settings.inverse.basis(blocks.inverse)
+        if stack is None:
             raise ValueError(
                 f"source must be a state with inverse=kfac.Ekfac(), but is one with {state.settings.inverse!r}"
             )
-        if vectors.A.shape[0] != group.size:
+        if stack.A.shape[0] != group.size:
             raise ValueError(
                 "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
             )
-        parts = [
-            (layer, part) for layer, part in group.split(vectors) if layer.correctable
-        ]
-        basis |= {layer.name: group.block.unstack(layer, part) for layer, part in parts}
+        for layer, part in group.split(stack):
+            if layer.correctable:
+                basis[layer.name] = group.block.unstack(layer, part)
     return basis
 
 
 def _eigenvectors(factor: jax.Array) -> jax.Array:
+    def decompose(matrix):
+        return lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0]
+
     matrices = factor.reshape(-1, *factor.shape[-2:])
-    return one_by_one(
-        lambda x: lax.linalg.eigh(x.mT, symmetrize_input=False)[0], matrices
-    ).reshape(factor.shape)
+    return one_by_one(decompose, matrices).reshape(factor.shape)

@@ -18,9 +18,10 @@ from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import COST, affordable
 from kfac._layers import UNREACHED, Layers, leaves_by_path, map_by_path
-from kfac._optimizer.arguments import fitted
+from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
+from kfac._optimizer.place import PyTree
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import KfacState, find_state
 from kfac._varying import mesh_of, on_mesh, placed
@@ -130,7 +131,6 @@ def kfac(
       ValueError: an argument is out of range, or two arguments conflict.
     """
     spectral = step_norm is not None
-    check_layers(layers)
     inverse, every, _ = chosen(
         layers,
         step_norm=step_norm,
@@ -138,37 +138,44 @@ def kfac(
         cost=cost,
         statistics_fraction=statistics_fraction,
     )
-    damping = (
-        (inverse.relative_damping if spectral else 1e-3) if damping is None else damping
-    )
-    inverse = dataclasses.replace(inverse, relative=True) if spectral else inverse
-    inverse_every = (
-        every
-        if isinstance(inverse_every, str) and inverse_every == "auto"
-        else inverse_every
-    )
+    if damping is None:
+        damping = inverse.relative_damping if spectral else 1e-3
+    if spectral:
+        inverse = dataclasses.replace(inverse, relative=True)
+    if isinstance(inverse_every, str) and inverse_every == "auto":
+        inverse_every = every
     nesterov = momentum is not None if nesterov is None else nesterov
-    adaptive_layer_rates = (
-        (spectral and momentum is not None)
-        if adaptive_layer_rates is None
-        else adaptive_layer_rates
-    )
+    if adaptive_layer_rates is None:
+        adaptive_layer_rates = spectral and momentum is not None
     check(adaptive_layer_rates=adaptive_layer_rates)
-    check_given(layer_multipliers=layer_multipliers)
-    if layer_multipliers is not None and layers.paths:
-        layer_multipliers = _by_layer(layer_multipliers, layers)
+    layer_multipliers = _by_layer(layer_multipliers, layers)
     moves = Moves(
-        kl_clip, learning_rate, False, momentum, nesterov, step_norm, trust_ratio, adaptive_layer_rates,
-        layer_multipliers,
-    )  # fmt: skip
+        kl_clip=kl_clip,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        step_norm=step_norm,
+        trust_ratio=trust_ratio,
+        adaptive_layer_rates=adaptive_layer_rates,
+        layer_multipliers=layer_multipliers,
+    )
     return assemble(
-        layers, moves,
-        weight_decay=weight_decay, weight_decay_mask=weight_decay_mask, inverse=inverse, damping=damping,
-        statistics_every=every, inverse_every=inverse_every, distribution=distribution,
-    )  # fmt: skip
+        layers,
+        moves,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        damping=damping,
+        inverse=inverse,
+        distribution=distribution,
+        statistics_every=every,
+        inverse_every=inverse_every,
+    )
 
 
-def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, float]:
+def _by_layer(
+    multipliers: Mapping[str, float] | None,
+    layers: Layers,
+) -> Mapping[str, float] | None:
     """Return the multipliers, keyed by the path of each layer's first parameter.
 
     The first path is the same whether or not a wrapper such as `optax.masked` hides the layer's bias.
@@ -176,11 +183,14 @@ def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, flo
     Raises:
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
     """
+    check_given(layer_multipliers=multipliers)
+    if multipliers is None or not layers.paths:
+        return multipliers
+    first_paths: dict[str, str] = {}
+    for layer in layers.with_blocks:
+        first_paths |= dict.fromkeys(layer.params, layer.params[0])
+    with_block = set(map(layers.paths.index, first_paths))
     found: dict[str, float] = {}
-    leaves = {
-        path: layer.params[0] for layer in layers.with_blocks for path in layer.params
-    }
-    with_block = set(map(layers.paths.index, leaves))
     for pattern, factor in multipliers.items():
         named = matching(
             "layer_multipliers",
@@ -189,17 +199,14 @@ def _by_layer(multipliers: Mapping[str, float], layers: Layers) -> dict[str, flo
             with_block,
             "parameter with a block",
         )
-        if not (
-            new := {leaves[layers.paths[k]] for k in named & with_block} - found.keys()
-        ):
+        matched = {first_paths[layers.paths[k]] for k in named & with_block}
+        new = matched - found.keys()
+        if not new:
             raise ValueError(
                 f"layer_multipliers: {pattern!r} has no effect: all its layers match keys before it"
             )
         found |= dict.fromkeys(new, float(factor))
     return found
-
-
-INTERVAL_OPTIONS = ("step_norm", "inverse", "cost", "statistics_fraction")
 
 
 class Chosen(NamedTuple):
@@ -219,19 +226,22 @@ class Chosen(NamedTuple):
 def chosen(
     layers: Layers,
     *,
-    step_norm: Any = "spectral",
+    step_norm: str | None = "spectral",
     inverse: Inverse | None = None,
-    cost: Any = COST,
+    cost: float | jax.Array = COST,
     statistics_fraction: float | None = None,
+    **others: object,
 ) -> Chosen:
     """Choose the inverse, the interval of statistics and their share of the examples; see `kfac` for the arguments.
+
+    Other options of `kfac` have no influence.
 
     Raises:
       ValueError: an argument is out of range, or `cost` is not its default with `step_norm=None`.
     """
-    inverse = (
-        (Cholesky() if step_norm is None else Soap()) if inverse is None else inverse
-    )
+    check_layers(layers)
+    if inverse is None:
+        inverse = Cholesky() if step_norm is None else Soap()
     check_inverse(inverse)
     check(cost=cost)
     share = statistics_share(layers, inverse, statistics_fraction)
@@ -244,7 +254,11 @@ def chosen(
     return Chosen(inverse, 1, share)
 
 
-def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -> int:
+def statistics_share(
+    layers: Layers,
+    inverse: Inverse,
+    fraction: float | None,
+) -> int:
     """Return `k`, such that statistics come from every `k`-th example.
 
     The default is 4 with `Soap`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
@@ -253,18 +267,17 @@ def statistics_share(layers: Layers, inverse: Inverse, fraction: float | None) -
     if fraction is not None:
         return check_fraction("statistics_fraction", fraction)
     # Shared arrays in the batch may refer to examples by position, like the edges of a graph.
-    enough = (
-        layers.batch_argnums and not layers.shared and (layers.num_examples or 0) >= 64
-    )
-    return 4 if isinstance(inverse, Soap) and enough else 1
+    divisible = layers.batch_argnums and not layers.shared
+    enough = (layers.num_examples or 0) >= 64
+    return 4 if isinstance(inverse, Soap) and divisible and enough else 1
 
 
 def assemble(
     layers: Layers,
     moves: Moves,
     *,
-    weight_decay: Any,
-    weight_decay_mask: Any,
+    weight_decay: ScalarOrSchedule | None,
+    weight_decay_mask: PyTree | Callable[[PyTree], PyTree],
     **preconditioner: Any,
 ) -> Optimizer:
     """Return the optimizer: the preconditioner and `moves`, then weight decay and the learning rate.
@@ -284,29 +297,22 @@ def assemble(
     before = moves.learning_rate if moves.rate_in_momentum else None
 
     def build(layers):
-        parts: list[Any] = []
-        if moves.momentum is not None and any(
-            layer.kind == "skipped" for layer in layers
-        ):
-            parts.append(
-                momentum_beside_blocks(layers, moves.momentum, moves.nesterov, before)
-            )
+        skips = any(layer.kind == "skipped" for layer in layers)
+        parts = []
+        if moves.momentum is not None and skips:
+            parts.append(momentum_beside_blocks(layers, moves.momentum, moves))
         if weight_decay is not None:
-            # With `rate_in_momentum` the step already contains the negative learning rate.
-            decay = (
-                weight_decay
-                if before is None
-                else lambda n: -value_at(before, n) * value_at(weight_decay, n)
-            )
+            decay = weight_decay
+            if before is not None:
+                # The step already contains the negative learning rate.
+                decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
             parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
         if before is None:
             parts.append(optax.scale_by_learning_rate(moves.learning_rate))
-        return _followed_by(
-            precondition_and_move(layers, moves, options),
-            optax.chain(*(parts or [optax.identity()])),
-        )
+        rest = optax.chain(*(parts or [optax.identity()]))
+        return _followed_by(precondition_and_move(layers, moves, options), rest)
 
-    return fitted(layers, build)
+    return hide_masked_biases(layers, build)
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
@@ -328,16 +334,13 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
         # A rejected step changes no parameters, momentum or schedule counts. This is a selection instead of a
         # `lax.cond`, because XLA fuses selections into the neighbouring arithmetic.
         taken = ~find_state(first, "state").refused
-        second = jax.tree.map(
-            lambda new, old: jnp.where(taken, new, old), second, state[1]
-        )
-        # `rest` multiplies by scalars and parameters that may be wider than the gradients.
-        moved = jax.tree.map(
-            lambda leaf, like: jnp.where(taken, leaf, 0).astype(like.dtype),
-            moved,
-            updates,
-        )
-        return moved, (first, second)
+        second = optax.tree.where(taken, second, state[1])
+
+        def accepted(leaf, like):
+            # `rest` multiplies by scalars and parameters that may be wider than the gradients.
+            return jnp.where(taken, leaf, 0).astype(like.dtype)
+
+        return jax.tree.map(accepted, moved, updates), (first, second)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -345,60 +348,42 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 def momentum_beside_blocks(
     layers: Layers,
     decay: ScalarOrSchedule,
-    nesterov: bool,
-    rate: ScalarOrSchedule | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the momentum of skipped leaves that have a gradient, in float32 or better.
-
-    Args:
-      layers: the layers.
-      decay: the decay of the momentum.
-      nesterov: whether to use Nesterov momentum.
-      rate: the learning rate, if its negative multiplies the gradients before the momentum; otherwise None.
-    """
-    skipped = [
-        layer for layer in layers if layer.kind == "skipped" and layer.note != UNREACHED
-    ]
-    chosen = {
-        path: shape
-        for layer in skipped
-        for path, shape in zip(layer.params, layer.shapes, strict=True)
-    }
+    moves: Moves,
+) -> Optimizer:
+    """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        if layer.kind == "skipped" and layer.note != UNREACHED:
+            shapes |= zip(layer.params, layer.shapes, strict=True)
 
     def init(params):
-        leaves = {
-            path: leaf
-            for path, leaf in leaves_by_path(params).items()
-            if path in chosen
-        }
-        if not jax.tree.leaves(
-            params
-        ):  # `optax.tree.map_params` passes a placeholder without leaves
-            leaves = {path: jnp.zeros(shape) for path, shape in chosen.items()}
-        return optax.TraceState(
-            {path: jnp.zeros_like(leaf, _wide(leaf)) for path, leaf in leaves.items()}
-        )
+        leaves = leaves_by_path(params)
+        # `optax.tree.map_params` passes a placeholder without leaves.
+        if not jax.tree.leaves(params):
+            leaves = {path: jnp.zeros(shape) for path, shape in shapes.items()}
+        trace = {}
+        for path, leaf in leaves.items():
+            if path in shapes:
+                trace[path] = jnp.zeros_like(leaf, _wide(leaf))
+        return optax.TraceState(trace)
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        factor = 1 if rate is None else -value_at(rate, count)
-        leaves = {
-            path: leaf
-            for path, leaf in leaves_by_path(updates).items()
-            if path in state.trace
-        }
-        leaves = {
-            path: (factor * leaf).astype(_wide(leaf)) for path, leaf in leaves.items()
-        }
+        factor: float | jax.Array = 1
+        if moves.rate_in_momentum:
+            factor = -value_at(moves.learning_rate, count)
+        leaves = {}
+        for path, leaf in leaves_by_path(updates).items():
+            if path in state.trace:
+                leaves[path] = (factor * leaf).astype(_wide(leaf))
         present = optax.TraceState({path: state.trace[path] for path in leaves})
-        moved, present = optax.trace(value_at(decay, count), nesterov).update(
-            leaves, present
-        )
+        momentum = optax.trace(value_at(decay, count), moves.nesterov)
+        moved, present = momentum.update(leaves, present)
         new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
         return new, optax.TraceState(state.trace | present.trace)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wide(leaf: jax.Array) -> Any:
+def _wide(leaf: jax.Array) -> jnp.dtype:
     return jnp.promote_types(leaf.dtype, jnp.float32)

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import sums
 from kfac._factors import per_block
 from kfac._layers import Layer
 
-ScalarOrSchedule = float | jax.Array | Callable[[jax.Array], jax.typing.ArrayLike]
+ScalarOrSchedule = float | Array | Callable[[Array], ArrayLike]
 
 
-def value_at(scalar: ScalarOrSchedule, count: jax.Array) -> jax.Array:
+def value_at(scalar: ScalarOrSchedule, count: Array) -> Array:
     """Return a scalar, or the value of a schedule at step `count`, as float32."""
     return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
 
@@ -56,13 +56,18 @@ class Moves:
         """Whether `step_norm` or `trust_ratio` rescales the steps."""
         return self.step_norm is not None or self.trust_ratio is not None
 
-    def at(self, count: jax.Array, damping: jax.Array) -> Now:
+    def at(self, count: Array, damping: Array) -> StepScalars:
         """Return the scalars of step `count`."""
-        given = (self.trust_ratio, self.kl_clip)
-        coefficient, limit = (None if x is None else value_at(x, count) for x in given)
-        decay = value_at(0.0 if self.momentum is None else self.momentum, count)
-        return Now(
-            damping, limit, value_at(self.learning_rate, count), decay, coefficient
+
+        def optional(scalar: ScalarOrSchedule | None) -> Array | None:
+            return None if scalar is None else value_at(scalar, count)
+
+        return StepScalars(
+            damping=damping,
+            limit=optional(self.kl_clip),
+            rate=value_at(self.learning_rate, count),
+            momentum=value_at(0.0 if self.momentum is None else self.momentum, count),
+            coefficient=optional(self.trust_ratio),
         )
 
     def needs_params(self, group: Group) -> bool:
@@ -81,7 +86,7 @@ class Moves:
         return multiplier * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
 
 
-class Motion(NamedTuple):
+class MomentumState(NamedTuple):
     """The momentum state of `k` blocks, and their adaptive rates.
 
     Attributes:
@@ -90,11 +95,11 @@ class Motion(NamedTuple):
       rate: `[k]`, multipliers of the learning rate; None without adaptive rates.
     """
 
-    momentum: jax.Array | None
-    rate: jax.Array | None
+    momentum: Array | None
+    rate: Array | None
 
 
-class Now(NamedTuple):
+class StepScalars(NamedTuple):
     """The scalars of one step.
 
     Attributes:
@@ -105,34 +110,32 @@ class Now(NamedTuple):
       coefficient: the trust ratio, or None.
     """
 
-    damping: jax.Array
-    limit: jax.Array | None
-    rate: jax.Array
-    momentum: jax.Array
-    coefficient: jax.Array | None
-
-
-def clip_scale(limit: jax.Array, rate: jax.Array, product: jax.Array) -> jax.Array:
-    """Return the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))`, with `c = limit` and `<v, g> = product`."""
-    length = rate * rate * product
-    # <v, g> cannot be negative. If <v, g> or the rate is zero, the scale is 1.
-    return jnp.where(
-        length > limit, jnp.sqrt(limit / jnp.where(length > 0, length, 1)), 1.0
-    )
+    damping: Array
+    limit: Array | None
+    rate: Array
+    momentum: Array
+    coefficient: Array | None
 
 
 # A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
 # cosine is below TOO_FAR. It changes by at most a factor `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
 # Cosines between the bounds say nothing about the rate. With small batches, noise brings cosines near zero. With a
 # learning rate that is tuned for the whole network, steps go a little too far along the sharpest directions.
-AGREES, TOO_FAR, FOLLOWS, FULL = 0.02, -0.1, 0.2, 0.1
+AGREES = 0.02
+TOO_FAR = -0.1
+FOLLOWS = 0.2
+FULL = 0.1
 # The share that a rate's logarithm loses per step. Without this, rates that grow in the first steps would stay large.
 # With small batches, the noise in late steps would then cost more than the first steps gained.
 FORGETS = 0.02
 FASTEST = 4.0
 
 
-def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
+def adapted(
+    rate: Array,
+    angle: Array,
+    full: Array,
+) -> Array:
     """Return the updated rates of blocks, each from 1 to `FASTEST`.
 
     A rate grows if the loss still falls along the last direction, and falls if the last step went too far.
@@ -143,9 +146,8 @@ def adapted(rate: jax.Array, angle: jax.Array, full: jax.Array) -> jax.Array:
       full: whether rates may grow: the learning rate does not rise and is at least half of its maximum so far. At
         smaller learning rates steps are short, and say nothing about the rate that fits a full learning rate.
     """
-    beyond = jnp.minimum(
-        angle - jnp.clip(angle, TOO_FAR, AGREES), jnp.where(full, jnp.inf, 0)
-    )
+    beyond = angle - jnp.clip(angle, TOO_FAR, AGREES)
+    beyond = jnp.minimum(beyond, jnp.where(full, jnp.inf, 0))
     new = rate ** (1 - FORGETS) * jnp.exp(FOLLOWS * jnp.clip(beyond / FULL, -1, 1))
     return jnp.clip(new, 1, FASTEST).astype(rate.dtype)
 
@@ -178,28 +180,22 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(group: Group, moves: Moves) -> Kernels:
-    """Return the `Kernels` of a group's blocks."""
+    """Return the `Kernels` of a group's blocks, as NumPy arrays."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        kernel = group.block.kernel and not (
-            moves.step_norm is not None and layer.kind == "embedding"
-        )
-        each, rows = layer.block_shapes["A"][0], layer.layouts[0].size("in")
-        width = np.resize(
-            np.clip(rows - each * np.arange(layer.cut[0]), 0, each), count
-        )
-        parts.append(
-            (
-                np.full(count, kernel * rows * layer.d_out),
-                width,
-                np.full(count, moves.length(layer, kernel)),
-            )
-        )
+        keeps_rows = moves.step_norm is not None and layer.kind == "embedding"
+        kernel = group.block.kernel and not keeps_rows
+        rows = layer.layouts[0].size("in")
+        height = layer.block_shapes["A"][0]
+        widths = np.clip(rows - height * np.arange(layer.cut[0]), 0, height)
+        size = np.full(count, kernel * rows * layer.d_out)
+        length = np.full(count, moves.length(layer, kernel))
+        parts.append(Kernels(size, np.resize(widths, count), length))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class Stack(NamedTuple):
-    """A group's stacks, as `lengthened` takes them.
+    """A group's stacks, as `normalize_step` takes them.
 
     Attributes:
       updates: `[k, d_in, d_out]`, the steps before their lengths are set.
@@ -211,24 +207,28 @@ class Stack(NamedTuple):
         the same shape. None if each block is a whole kernel.
     """
 
-    updates: jax.Array
-    params: jax.Array | None
-    gradients: jax.Array
+    updates: Array
+    params: Array | None
+    gradients: Array
     kernels: Kernels
     by_row: bool = False
-    whole: Callable[[jax.Array], jax.Array] | None = None
+    whole: Callable[[Array], Array] | None = None
 
     @property
-    def inside(self) -> jax.Array:
+    def inside(self) -> Array:
         """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
-        return jnp.arange(self.updates.shape[1])[:, None] < per_block(
-            self.kernels.width, self.updates
-        )
+        rows = jnp.arange(self.updates.shape[1])[:, None]
+        return rows < per_block(self.kernels.width, self.updates)
+
+    def over_kernels(self, sums: Array) -> Array:
+        """Return the sums `[sums, k]` over blocks as sums over the kernels that the blocks belong to."""
+        return sums if self.whole is None else self.whole(sums)
 
 
-def lengthened(
-    stacks: Mapping[str, Stack], coefficient: jax.Array | None
-) -> dict[str, jax.Array]:
+def normalize_step(
+    stacks: Mapping[str, Stack],
+    coefficient: Array | None,
+) -> dict[str, Array]:
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
@@ -250,37 +250,33 @@ def lengthened(
     Returns:
       The steps, `[k, d_in, d_out]` for each group.
     """
-    steps = {name: x.updates for name, x in stacks.items()}
-    chosen = {
-        name: x
-        for name, x in stacks.items()
-        if coefficient is None or x.params is not None
-    }
-    if not chosen:
+    steps = {name: stack.updates for name, stack in stacks.items()}
+    if coefficient is not None:
+        # The trust ratio rescales kernels only.
+        stacks = {name: x for name, x in stacks.items() if x.params is not None}
+    if not stacks:
         return steps
-    sums = {name: _sums(x) for name, x in chosen.items()}
-    sizes = [len(x.uu) for x in sums.values()]
+    sums_of = {name: _sums(stack) for name, stack in stacks.items()}
     # Join all groups' sums in one vector, so that each operation compiles to a single device kernel.
-    joined = BlockSums(*map(jnp.concatenate, zip(*sums.values(), strict=True)))
-    parts = [
-        jnp.split(x, np.cumsum(sizes)[:-1])
-        for x in (_radial(joined), _ratio_beside_kernels(joined))
-    ]
-    for (name, x), radial, ratio in zip(chosen.items(), *parts, strict=True):
+    joined = BlockSums(*map(jnp.concatenate, zip(*sums_of.values(), strict=True)))
+    ends = np.cumsum([len(s.uu) for s in sums_of.values()])[:-1]
+    radials = jnp.split(_radial(joined), ends)
+    # The factors that give the steps' nonzero elements the root mean square `length`.
+    ratio = _ratio(joined.length * jnp.sqrt(joined.moving), joined.uu)
+    ratios = jnp.split(ratio, ends)
+    for (name, x), radial, ratio in zip(stacks.items(), radials, ratios, strict=True):
         u = x.updates
         if x.params is None:
-            steps[name] = u * (
-                ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
-            )
+            ratio = ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
+            steps[name] = u * ratio
             continue
         u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
         if coefficient is None:
-            ratio = jnp.where(
-                x.kernels.size > 0, _spectral_ratio(x, u, sums[name]), ratio
-            )
+            spectral = _spectral_ratio(x, u, sums_of[name])
+            ratio = jnp.where(x.kernels.size > 0, spectral, ratio)
             steps[name] = u * per_block(ratio, u)
         else:
-            ratio = _trust_ratio(x, u, sums[name], coefficient)
+            ratio = _trust_ratio(x, u, sums_of[name], coefficient)
             steps[name] = jnp.where(x.inside, u * per_block(ratio, u), x.updates)
     return steps
 
@@ -302,37 +298,39 @@ class BlockSums(NamedTuple):
       length: the target length of the step, see `Moves.length`; 0 if all `g` are zero.
     """
 
-    uu: jax.Array
-    uw: jax.Array
-    ww: jax.Array
-    gw: jax.Array
-    gg: jax.Array
-    moving: jax.Array
-    size: jax.Array
-    length: jax.Array
+    uu: Array
+    uw: Array
+    ww: Array
+    gw: Array
+    gg: Array
+    moving: Array
+    size: Array
+    length: Array
 
 
 def _sums(x: Stack) -> BlockSums:
     """Compute the sums of a stack."""
-    u, g = x.updates, x.gradients
+    u = x.updates
+    g = x.gradients
     first_axis = 2 if x.by_row else 1
     if x.params is None:
-        uu, moving, reached = sums(
-            [y.astype(u.dtype) for y in (u * u, u != 0, g != 0)], first_axis
-        )
-        zero = jnp.zeros_like(uu)
-        totals = [uu, zero, zero, zero, zero, moving, reached]
+        products = [u * u, u != 0, g != 0]
     else:
         inner_u = jnp.where(x.inside, u, 0)
         inner_gg = jnp.where(x.inside, g * g, 0)
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
-        totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
+    totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
     zero = jnp.zeros_like(totals[0])
-    size, length = (
-        (zero + per_block(y, zero)).astype(u.dtype).reshape(-1)
-        for y in (x.kernels.size, x.kernels.length)
-    )
+    if x.params is None:
+        # There are no `uw`, `ww`, `gw` and `gg`.
+        totals[1:1] = [zero] * 4
+
+    def for_each_sum(values):
+        return (zero + per_block(values, zero)).astype(u.dtype).reshape(-1)
+
+    size = for_each_sum(x.kernels.size)
+    length = for_each_sum(x.kernels.length)
     flat = [y.reshape(-1) for y in totals]
     if x.whole is not None:
         flat = list(x.whole(jnp.stack(flat)))
@@ -340,26 +338,24 @@ def _sums(x: Stack) -> BlockSums:
     return BlockSums._make([*flat, size, jnp.where(reached > 0, length, 0)])
 
 
-def _radial(s: BlockSums) -> jax.Array:
+def _radial(s: BlockSums) -> Array:
     """Return `<u, w> / <w, w>` if only the kernel's direction matters to the loss, and 0 otherwise.
 
     The gradient is then orthogonal to the kernel, and the step's component along the kernel would only change the
     kernel's norm.
     """
     # Take the roots first, because the product of the squares may leave the range of float32.
-    bound = (
-        RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg) / jnp.sqrt(jnp.maximum(s.size, 1))
-    )
+    bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg)
+    bound = bound / jnp.sqrt(jnp.maximum(s.size, 1))
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
     return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
 
 
-def _ratio_beside_kernels(s: BlockSums) -> jax.Array:
-    """Return the factor that gives the step's nonzero elements the root mean square `length`."""
-    return _ratio(s.length * jnp.sqrt(s.moving), s.uu)
-
-
-def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
+def _spectral_ratio(
+    x: Stack,
+    steps: Array,
+    s: BlockSums,
+) -> Array:
     """Return the factors `[k]` that give kernels' steps their spectral norms.
 
     The pieces of a kernel share a factor that is computed from `sqrt(sum_i sigma_i^2)`, where `sigma_i` is the spectral
@@ -367,22 +363,22 @@ def _spectral_ratio(x: Stack, steps: jax.Array, s: BlockSums) -> jax.Array:
     larger. So the step may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
-    squares = jnp.stack(
-        [jnp.sum(jnp.square(kernels), axis=(1, 2)), jnp.square(spectral_norm(kernels))]
-    )
-    left, spectral = squares if x.whole is None else x.whole(squares)
-    ratio = _ratio(s.length, spectral)
-    return (
-        ratio * jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
-    ).astype(steps.dtype)
+    left = jnp.sum(jnp.square(kernels), axis=(1, 2))
+    spectral = jnp.square(spectral_norm(kernels))
+    left, spectral = x.over_kernels(jnp.stack([left, spectral]))
+    shortened = jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
+    return (_ratio(s.length, spectral) * shortened).astype(steps.dtype)
 
 
 def _trust_ratio(
-    x: Stack, steps: jax.Array, s: BlockSums, coefficient: jax.Array
-) -> jax.Array:
+    x: Stack,
+    steps: Array,
+    s: BlockSums,
+    coefficient: Array,
+) -> Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
-    (left,) = left if x.whole is None else x.whole(left)
+    (left,) = x.over_kernels(left)
     ratio = _ratio(coefficient * jnp.sqrt(s.ww), jnp.maximum(left, LEAST_LEFT * s.uu))
     return jnp.where((s.ww > 0) & (left > 0), ratio, 1).astype(steps.dtype)
 
@@ -390,7 +386,7 @@ def _trust_ratio(
 POWER_ITERATIONS = 6
 
 
-def spectral_norm(stack: jax.Array) -> jax.Array:
+def spectral_norm(stack: Array) -> Array:
     """Estimate the largest singular values of matrices `[k, m, n]` from below.
 
     Run `POWER_ITERATIONS` power iterations from a fixed vector.
@@ -402,27 +398,24 @@ def spectral_norm(stack: jax.Array) -> jax.Array:
 
     # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
-    vector = iterate(
-        jnp.broadcast_to(jnp.asarray(start, stack.dtype), (len(stack), len(start)))
-    )
+    start = jnp.asarray(start, stack.dtype)
     # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
     # the same mesh axes as the stack.
-    vector = lax.fori_loop(
-        1, POWER_ITERATIONS, lambda _, vector: iterate(vector), vector
-    )
-    return jnp.linalg.norm(vector, axis=-1)
+    first = iterate(jnp.broadcast_to(start, (len(stack), len(start))))
+    last = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), first)
+    return jnp.linalg.norm(last, axis=-1)
 
 
-def _normalised(vectors: jax.Array) -> jax.Array:
+def _normalised(vectors: Array) -> Array:
     norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(norm > 0, norm, 1)
 
 
-def _ratio(length: jax.Array, square: jax.Array) -> jax.Array:
+def _ratio(length: Array, square: Array) -> Array:
     """Return `length / sqrt(square)`, the factor that scales a norm to `length`; 0 if `square` is 0."""
     return _quotient(length, jnp.sqrt(square))
 
 
-def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+def _quotient(a: Array, b: Array) -> Array:
     """Return `a / b`, or 0 where `b` is 0."""
     return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -62,19 +61,21 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
     """
     states = find_nodes(opt_state, KfacState)
     if not states:
-        kind = type(opt_state).__name__
         raise ValueError(
-            f"opt_state holds no state of kfac.kfac, but is of type {kind}: pass what tx.init returned"
+            f"opt_state holds no state of kfac.kfac, but is of type {type(opt_state).__name__}: pass what tx.init "
+            "returned"
         )
-    if len(states) > 1 and isinstance(factors, Factors):
-        _check_names(states, factors)
+    several = len(states) > 1 and isinstance(factors, Factors)
+    unknown = set(factors or ()) if several else set()
+    for state in states:
+        unknown -= {layer.name for layer in state.settings.found.with_factors}
+    if unknown:
+        raise ValueError(
+            f"factors hold a layer {min(unknown)!r}, which none of the {len(states)} states has"
+        )
 
     def observed(state: KfacState) -> KfacState:
-        own = (
-            _own(state, factors)
-            if len(states) > 1 and isinstance(factors, Factors)
-            else factors
-        )
+        own = _own(state, factors) if several and factors is not None else factors
         new = _observe(pure(state), own)
         places = jax.tree.leaves(state, is_leaf=is_variable)
         if not any(map(is_variable, places)):
@@ -86,57 +87,41 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
     return on_states(observed, opt_state)
 
 
-def _check_names(states: list[KfacState], factors: Factors) -> None:
-    """Raise if the factors hold a layer that no state has."""
-    unknown = sorted(
-        set(factors)
-        - {
-            layer.name
-            for state in states
-            for layer in state.settings.found.with_factors
-        }
-    )
-    if unknown:
-        raise ValueError(
-            f"factors hold a layer {unknown[0]!r}, which none of the {len(states)} states has"
-        )
-
-
 def _own(state: KfacState, factors: Factors) -> Factors:
     """Return the factors of one state's layers."""
     found = state.settings.found
-    names = {layer.name for layer in found.with_factors}
+    blocks = {x.name: factors[x.name] for x in found.with_factors if x.name in factors}
     paths = {path for layer in found.with_gradient_factors for path in layer.params}
-    blocks = {name: block for name, block in factors.items() if name in names}
-    return Factors(
-        blocks, {path: x for path, x in factors.gradients.items() if path in paths}
-    )
+    gradients = {path: x for path, x in factors.gradients.items() if path in paths}
+    return Factors(blocks, gradients)
 
 
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     """Observe with a single state and the factors of its layers."""
     settings = state.settings
+    layers = settings.layers
+    found = settings.found
+    inverse = settings.inverse
     if factors is not None:
-        check = functools.partial(
-            check_factors, layers=settings.found, inverse=settings.inverse
-        )
-        jax.eval_shape(check, factors) if isinstance(factors, Factors) else check(
-            factors
-        )
-        if settings.layers is not settings.found:
-            factors = without_hidden_rows(factors, settings.found, settings.layers)
+        given: object = factors
+        if not isinstance(given, Factors):
+            check_factors(given, found)
+        jax.eval_shape(lambda x: check_factors(x, found, inverse), factors)
+        if layers is not found:
+            factors = without_hidden_rows(factors, found, layers)
     way, mesh = mesh_to_open(settings.distribution, state, (state, factors))
-    config = Config(
-        settings.layers, group_layers(settings.layers), settings.inverse, way
-    )
+    config = Config(layers, group_layers(layers), inverse, way)
     if mesh is None:
         return observe_here(config, state, factors)
-    return OverMesh(config, mesh, shards_of(state), splits_of(state)).observe(
-        state, factors
-    )
+    meshed = OverMesh(config, mesh, shards_of(state), splits_of(state))
+    return meshed.observe(state, factors)
 
 
-def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Factors:
+def without_hidden_rows(
+    factors: Factors,
+    found: Layers,
+    layers: Layers,
+) -> Factors:
     """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers with a hidden bias.
 
     If `A` is cut into blocks, the entries of the 1 become zero instead, so that all blocks keep their shape.
@@ -151,22 +136,24 @@ def without_hidden_rows(factors: Factors, found: Layers, layers: Layers) -> Fact
     """
     blocks = dict(factors)
     for layer in found:
-        d_in = layers[layer.name].d_in
-        if layers[layer.name].params == layer.params or layer.name not in blocks:
+        visible = layers[layer.name]
+        if visible.params == layer.params or layer.name not in blocks:
             continue
         block: Any = blocks[layer.name]
-        block = block.combined() if block.wire is not None else block
+        if block.wire is not None:
+            block = block.combined()
         if isinstance(block, Tied) or block.moments is not None:
-            what = f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow"
-            raise ValueError(f"{what}: {how_to_hide(layer.params[1:])}")
+            raise ValueError(
+                f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
+                f"{how_to_hide(layer.params[1:])}"
+            )
         if "A" in layer.diagonal:
-            A = block.A.at[..., -1].set(0)[..., :d_in]
+            A = block.A.at[..., -1].set(0)[..., : visible.d_in]
         elif layer.cut[0] > 1:
-            last = (
-                layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]
-            )  # the row of the 1 in the last block
+            # The row of the 1 in the last block.
+            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
-            A = block.A[..., :d_in, :d_in]
+            A = block.A[..., : visible.d_in, : visible.d_in]
         blocks[layer.name] = dataclasses.replace(block, A=A)
     return Factors(blocks, factors.gradients)

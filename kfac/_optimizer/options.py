@@ -2,79 +2,29 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax import Array
 
 from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
-
-# For each conflict between options: a predicate on all options, and the error message as a format string.
-CONFLICTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda o: isinstance(o.trust_ratio, str) and o.trust_ratio == "auto",
-        'trust_ratio="auto" has become step_norm="spectral", the default: leave it out',
-    ),
-    (
-        lambda o: o.step_norm is not None and o.trust_ratio is not None,
-        "trust_ratio={trust_ratio!r} and step_norm={step_norm!r} both set the length of a step: pass step_norm=None "
-        "with trust_ratio",
-    ),
-    (
-        lambda o: o.step_norm is not None and o.kl_clip is not None,
-        "kl_clip={kl_clip!r} and step_norm={step_norm!r} both set the length of a step: pass step_norm=None with "
-        "kl_clip",
-    ),
-    (
-        lambda o: (
-            o.adaptive_layer_rates and (o.step_norm is None or o.momentum is None)
-        ),
-        'adaptive_layer_rates=True needs step_norm="spectral" and momentum',
-    ),
-    (
-        lambda o: o.layer_multipliers is not None and o.step_norm is None,
-        'layer_multipliers={layer_multipliers!r} needs step_norm="spectral"',
-    ),
-    (
-        lambda o: o.rate_in_momentum and o.trust_ratio is not None,
-        "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass False",
-    ),
-    (
-        lambda o: o.nesterov and o.momentum is None,
-        "nesterov=True needs momentum, but it is None",
-    ),
-    (
-        lambda o: o.rate_in_momentum and o.momentum is None,
-        "rate_in_momentum=True needs momentum, but it is None",
-    ),
-    (
-        lambda o: (
-            o.inverse.takes_gradients and (o.kl_clip is not None or o.rate_in_momentum)
-        ),
-        "inverse={inverse!r} sets the length of a step by the gradients and preconditions their momentum: pass "
-        "kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()",
-    ),
-    (
-        lambda o: o.inverse_every is None and o.refresh_warmup is not None,
-        "inverse_every=None leaves all refreshes to kfac.observe(opt_state), so refresh_warmup={refresh_warmup!r} has "
-        "no effect: leave it at None",
-    ),
-    (
-        lambda o: o.weight_decay is None and o.weight_decay_mask is not None,
-        "weight_decay_mask needs weight_decay",
-    ),
-)
-
+from kfac._optimizer.place import PyTree
 
 # Options that may be None, and are then not checked.
 LEFT_OUT = (
-    "momentum", "step_norm", "trust_ratio", "kl_clip", "layer_multipliers", "weight_decay", "inverse_every",
+    "momentum",
+    "step_norm",
+    "trust_ratio",
+    "kl_clip",
+    "layer_multipliers",
+    "weight_decay",
+    "inverse_every",
     "refresh_warmup",
-)  # fmt: skip
+)
 
 
 class Options(NamedTuple):
@@ -84,23 +34,22 @@ class Options(NamedTuple):
     inverse: Inverse
     distribution: Distribution | None
     factor_decay: ScalarOrSchedule = 0.95
-    statistics_every: int | jax.Array = 1
-    inverse_every: int | jax.Array | None = 1
-    refresh_warmup: int | jax.Array | None = None
+    statistics_every: int | Array = 1
+    inverse_every: int | Array | None = 1
+    refresh_warmup: int | Array | None = None
     unitwise_damping: ScalarOrSchedule = 1.0
 
 
 def check_options(
     options: Options,
     moves: Moves,
-    weight_decay: Any = None,
-    weight_decay_mask: Any = None,
+    weight_decay: ScalarOrSchedule | None = None,
+    weight_decay_mask: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> None:
     """Raise a `ValueError` if an option is out of range, or if two options conflict."""
-    mask, leaves = weight_decay_mask, jax.tree.leaves(weight_decay_mask)
-    if isinstance(mask, bool | jax.Array) or not (
-        callable(mask) or all(isinstance(x, bool) for x in leaves)
-    ):
+    mask = weight_decay_mask
+    bools = all(isinstance(x, bool) for x in jax.tree.leaves(mask))
+    if isinstance(mask, bool | Array) or not (callable(mask) or bools):
         raise ValueError(
             "weight_decay_mask must be a tree of bools like the parameters, or a function from parameters to one, but "
             f"is {mask!r}. optax.inject_hyperparams calls functions with the step: Name it there, "
@@ -108,20 +57,58 @@ def check_options(
         )
     check_inverse(options.inverse)
     check_distribution(options.distribution)
-    values = {
-        **vars(moves),
-        **options._asdict(),
-        "weight_decay": weight_decay,
-        "weight_decay_mask": mask,
-    }
-    for holds, sentence in CONFLICTS:
-        if holds(types.SimpleNamespace(**values)):
-            raise ValueError(sentence.format(**values))
-    skipped = {name for name in LEFT_OUT if values[name] is None}
-    check(
-        **{
-            name: value
-            for name, value in values.items()
-            if name in OPTIONS and name not in skipped
-        }
-    )
+    conflict = _conflict(options, moves)
+    if weight_decay is None and mask is not None:
+        conflict = conflict or "weight_decay_mask needs weight_decay"
+    if conflict is not None:
+        raise ValueError(conflict)
+    values = vars(moves) | options._asdict() | {"weight_decay": weight_decay}
+    for name, value in values.items():
+        left_out = value is None and name in LEFT_OUT
+        if name in OPTIONS and not left_out:
+            check(**{name: value})
+
+
+def _conflict(options: Options, moves: Moves) -> str | None:
+    """Return the error message for the first conflict between options, or None."""
+    lengths = moves.step_norm is not None
+    trust_ratio: object = moves.trust_ratio
+    if isinstance(trust_ratio, str) and trust_ratio == "auto":
+        return 'trust_ratio="auto" has become step_norm="spectral", the default: leave it out'
+    if lengths and trust_ratio is not None:
+        return (
+            f"trust_ratio={trust_ratio!r} and step_norm={moves.step_norm!r} both set the length of a step: pass "
+            "step_norm=None with trust_ratio"
+        )
+    if lengths and moves.kl_clip is not None:
+        return (
+            f"kl_clip={moves.kl_clip!r} and step_norm={moves.step_norm!r} both set the length of a step: pass "
+            "step_norm=None with kl_clip"
+        )
+    if moves.adaptive_layer_rates and not (lengths and moves.momentum is not None):
+        return 'adaptive_layer_rates=True needs step_norm="spectral" and momentum'
+    if moves.layer_multipliers is not None and not lengths:
+        return (
+            f'layer_multipliers={moves.layer_multipliers!r} needs step_norm="spectral"'
+        )
+    if moves.rate_in_momentum and trust_ratio is not None:
+        return (
+            "rate_in_momentum=True has no effect with trust_ratio, which rescales what the momentum gives: pass "
+            "False"
+        )
+    if moves.nesterov and moves.momentum is None:
+        return "nesterov=True needs momentum, but it is None"
+    if moves.rate_in_momentum and moves.momentum is None:
+        return "rate_in_momentum=True needs momentum, but it is None"
+    clipped = moves.kl_clip is not None or moves.rate_in_momentum
+    if options.inverse.takes_gradients and clipped:
+        return (
+            f"inverse={options.inverse!r} sets the length of a step by the gradients and preconditions their momentum: "
+            "pass kl_clip=None and rate_in_momentum=False, or another inverse, inverse=kfac.Cholesky()"
+        )
+    if options.inverse_every is None and options.refresh_warmup is not None:
+        return (
+            "inverse_every=None leaves all refreshes to kfac.observe(opt_state), so "
+            f"refresh_warmup={options.refresh_warmup!r} has no effect: leave it at None"
+        )
+    return None

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
@@ -27,12 +27,19 @@ from kfac._distributed.ways import Way
 from kfac._factors import Factors
 from kfac._layers import Layer, find_splits, leaves_by_path, map_by_path
 from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
-from kfac._optimizer.moves import Now
-from kfac._optimizer.place import Config
+from kfac._optimizer.exchange import (
+    Gradients,
+    SplitGradients,
+    StepContext,
+    WholeGradients,
+    starts_of,
+)
+from kfac._optimizer.init_state import init_state
+from kfac._optimizer.moves import StepScalars
+from kfac._optimizer.place import Config, PyTree
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.segment import closed
-from kfac._optimizer.state import KfacState, Settings, Splits, devices_of, init_state
-from kfac._optimizer.step import Gradients, preconditioned_step
+from kfac._optimizer.state import KfacState, Settings, Splits, devices_of
+from kfac._optimizer.step import preconditioned_step
 from kfac._varying import lying_as, replicated, whole
 
 
@@ -52,9 +59,18 @@ class OverMesh:
     shards: dict[str, Shard]
     splits: dict[str, PartitionSpec]
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The axes over which blocks are dealt."""
+        return self.config.way.owners
+
     def step(
-        self, updates: Any, params: Any, state: KfacState, now: Now
-    ) -> tuple[Any, KfacState]:
+        self,
+        updates: PyTree,
+        params: PyTree | None,
+        state: KfacState,
+        now: StepScalars,
+    ) -> tuple[PyTree, KfacState]:
         """Run `preconditioned_step` on every device.
 
         Args:
@@ -66,113 +82,103 @@ class OverMesh:
         Returns:
           The steps and the state after the step. The steps keep the shardings of `updates` on explicit axes.
         """
-        config, same, over = (
-            self.config,
-            PartitionSpec(),
-            PartitionSpec(self.config.way.owners),
-        )
-        states, leaves = state_spec(config.way.owners), self.owned(updates)
-        split = config.way.owners and self.is_split(leaves)
+        split = self.is_split(updates)
+        exchange = SplitGradients if split else WholeGradients
 
-        def laid_out(tree):
-            return self.to_owners(tree) if split else Gradients(replicated(tree), {})
+        def lay_out(tree):
+            return self.to_owners(tree) if split else Gradients(replicated(tree))
 
-        gradients: Any = Gradients(same, over)  # type: ignore[arg-type]  # specs in place of arrays
-        in_specs = gradients, gradients, states, same
-        on_device = functools.partial(preconditioned_step, config)
+        specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owners))  # type: ignore[arg-type]
+        states = state_spec(self.owners)
         step = jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=(gradients, states)
+            functools.partial(preconditioned_step, exchange, self.config),
+            mesh=self.mesh,
+            in_specs=(specs, specs, states, PartitionSpec()),
+            out_specs=(specs, states),
         )
-        weights = Gradients(None, {}) if params is None else laid_out(params)
-        new, state = step(laid_out(updates), weights, state, now)
-        return self.from_owners(new, updates) if split else lying_as(
-            new.tree, updates
-        ), state
+        weights = Gradients(None)
+        if params is not None:
+            weights = lay_out(params)
+        new, state = step(lay_out(updates), weights, state, now)
+        if split:
+            return self.from_owners(new, updates), state
+        return lying_as(new.tree, updates), state
 
-    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
+    def observe(
+        self,
+        state: KfacState,
+        factors: Factors | None,
+    ) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
-        config, states = self.config, state_spec(self.config.way.owners)
-        on_device, over = (
-            functools.partial(observe_here, config),
-            PartitionSpec(config.way.owners),
-        )
-        if factors is None:
-            refresh = functools.partial(on_device, statistics=None)
-            return jax.shard_map(
-                refresh, mesh=self.mesh, in_specs=(states,), out_specs=states
-            )(state)
-        specs: tuple[dict[str, PartitionSpec], ...] = ({}, {})
-        for group in config.groups:
-            specs[0 if group.captured else 1][group.name] = (
-                over if group.owned else PartitionSpec()
-            )
-        stacks = whole(self.statistics_to_owners, specs)(state, factors)
+        states = state_spec(self.owners)
+        over = PartitionSpec(self.owners)
+        everywhere = PartitionSpec()
+        specs: Any = everywhere
+        stacks = None
+        if factors is not None:
+            specs = Stacks({}, {})
+            for group in self.config.groups:
+                field = specs.statistics if group.captured else specs.gradients
+                field[group.name] = over if group.owned else everywhere
+            stacks = whole(self.statistics_to_owners, specs)(state, factors)
         observe = jax.shard_map(
-            lambda state, stacks: on_device(state, Stacks(*stacks)),
-            mesh=self.mesh, in_specs=(states, specs), out_specs=states,
-        )  # fmt: skip
+            functools.partial(observe_here, self.config),
+            mesh=self.mesh,
+            in_specs=(states, specs),
+            out_specs=states,
+        )
         return observe(state, stacks)
 
-    def owned(self, updates: Any) -> dict[str, jax.Array]:
+    def owned(self, updates: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
-        return {
-            path: leaf
-            for path, leaf in leaves_by_path(updates).items()
-            if path in self.config.owned_paths
-        }
+        leaves = leaves_by_path(updates)
+        return {p: leaf for p, leaf in leaves.items() if p in self.config.owned_paths}
 
-    def is_split(self, leaves: dict[str, jax.Array]) -> bool:
+    def is_split(self, updates: PyTree) -> bool:
         """Return whether each gradient is sent to its owner only, instead of being replicated.
 
         This is the case if a leaf is split, all owner axes have the same type (automatic or explicit), and the leaves
         in each stack share a dtype.
         """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        dtypes = [
-            _dtypes(part, leaves)
-            for group in self.config.owned
-            for part in group.by_leaf
-        ]
-        if len({kinds[name] for name in self.config.way.owners}) > 1 or any(
-            len(alike) > 1 for alike in dtypes
-        ):
+        if len({kinds[name] for name in self.owners}) != 1:
             return False
-        return any(
-            any(self.splits.get(path, jax.typeof(x).sharding.spec))
-            for path, x in leaves.items()
-        )
+        leaves = self.owned(updates)
+        parts = [part for group in self.config.owned for part in group.by_leaf]
+        if any(len(_dtypes(part, leaves)) > 1 for part in parts):
+            return False
+        for path, leaf in leaves.items():
+            if any(self.splits.get(path, jax.typeof(leaf).sharding.spec)):
+                return True
+        return False
 
     def statistics_to_owners(
-        self, state: KfacState, factors: Factors
-    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        self,
+        state: KfacState,
+        factors: Factors,
+    ) -> Stacks:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
         """
+        leaves = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
+        gradients = stack_gradients(StepContext(self.config, state), leaves)
+        statistics = stack_packed(self.config, factors)
+        for name, shard in self.shards.items():
+            if name in statistics:
+                statistics[name] = self.over_owners(statistics[name], shard)
+            else:
+                gradients[name] = self.over_owners(gradients[name], shard)
+        return Stacks(statistics, gradients)
 
-        def lay_out(stacks):
-            return {
-                n: self.over_owners(x, self.shards[n]) if n in self.shards else x
-                for n, x in stacks.items()
-            }
-
-        leaves = {
-            path: self.lying(x, *self.splits.get(path, [UNSEEN]))
-            for path, x in factors.gradients.items()
-        }
-        gradients = stack_gradients(self.config, state, Factors({}, leaves))
-        return lay_out(stack_packed(self.config, factors)), lay_out(gradients)
-
-    def to_owners(self, updates: Any) -> Gradients:
+    def to_owners(self, updates: PyTree) -> Gradients:
         """Stack gradients: blocks with owners lie in their owners' slots, all other leaves are replicated.
 
         A scalar replaces each skipped leaf: 0 if the leaf is finite, otherwise NaN.
         """
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
-        updates = map_by_path(
-            lambda path, x: self.lying(x, *self.splits.get(path, [UNSEEN])), updates
-        )
+        updates = map_by_path(self.like_param, updates)
         owned = self.owned(updates)
 
         def rest(path, leaf):
@@ -180,28 +186,26 @@ class OverMesh:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
+        stacks = whole(self.stack_owned, PartitionSpec(self.owners))(owned)
+        return Gradients(replicated(map_by_path(rest, updates)), stacks)
+
+    def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
+        """Stack the leaves that only their owners precondition, in their owners' slots."""
+
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))
 
-        def stacked(owned):
-            stacks = {}
-            for group in self.config.owned:
-                shard = self.shards[group.name]
-                parts = [
-                    (part, jnp.result_type(*(_dtypes(part, owned) or [jnp.float32])))
-                    for part in group.by_leaf
-                ]
-                matrices = [
-                    part.stack_matrices(owned, dtype, before_cut)
-                    for part, dtype in parts
-                ]
-                stacks[group.name] = [self.over_owners(x, shard) for x in matrices]
-            return stacks
+        stacks: dict[str, list[Array]] = {}
+        for group in self.config.owned:
+            stacks[group.name] = []
+            for part in group.by_leaf:
+                dtype = jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))
+                matrices = part.stack_matrices(owned, dtype, before_cut)
+                stack = self.over_owners(matrices, self.shards[group.name])
+                stacks[group.name].append(stack)
+        return stacks
 
-        stacks = whole(stacked, PartitionSpec(self.config.way.owners))(owned)
-        return Gradients(replicated(map_by_path(rest, updates)), stacks)
-
-    def from_owners(self, new: Gradients, updates: Any) -> Any:
+    def from_owners(self, new: Gradients, updates: PyTree) -> PyTree:
         """Return the steps in the structure and layout of `updates`; skipped leaves are unchanged.
 
         This is the inverse of `to_owners`.
@@ -211,34 +215,34 @@ class OverMesh:
           updates: the gradients.
         """
         owned = self.owned(updates)
-
-        def split(stacks):
-            leaves: dict[str, jax.Array] = {}
-            for group in self.config.owned:
-                across, places = (
-                    self.across(group.layers[0])[::-1],
-                    self.shards[group.name].places,
-                )
-                for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
-                    # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
-                    # free, and knows how the leaves lie.
-                    starts = {start: jnp.int32(start) for start in part.starts}
-                    leaves |= part.split_matrices(
-                        _picked(self.lying(stack, None, *across), places), starts
-                    )
-            return {
-                path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()
-            }
-
-        dealt, rest = whole(split, owned)(new.stacks), leaves_by_path(new.tree)
+        split = whole(lambda stacks: self.split_owned(stacks, owned), owned)
+        dealt = split(new.stacks)
+        rest = leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.layers.skipped_paths:
                 return leaf
             leaf = dealt[path] if path in dealt else lying_as(rest[path], leaf)
-            return self.lying(leaf, *self.splits.get(path, [UNSEEN]))
+            return self.like_param(path, leaf)
 
         return map_by_path(back, updates)
+
+    def split_owned(
+        self,
+        stacks: dict[str, list[Array]],
+        owned: dict[str, Array],
+    ) -> dict[str, Array]:
+        """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
+        leaves: dict[str, Array] = {}
+        for group in self.config.owned:
+            d_out, d_in = self.across(group.layers[0])
+            places = self.shards[group.name].places
+            for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
+                # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
+                # free, and knows how the leaves lie.
+                blocks = _picked(self.lying(stack, None, d_in, d_out), places)
+                leaves |= part.split_matrices(blocks, starts_of([part]))
+        return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
 
     def across(self, layer: Layer) -> tuple[Any, Any]:
         """Return the specs of a kernel's `d_out` and `d_in` axes while the kernel is cut into pieces for its owners.
@@ -246,77 +250,79 @@ class OverMesh:
         A kernel that is cut along a single axis is split over devices along the other axis, so that each device cuts
         only its own part. If the devices do not divide the other axis, or both axes are cut, XLA chooses the layout.
         """
-        owners, free = self.config.way.owners, PartitionSpec.UNCONSTRAINED
-        devices = math.prod(self.mesh.shape[name] for name in owners)
+        free = PartitionSpec.UNCONSTRAINED
+        devices = math.prod(self.mesh.shape[name] for name in self.owners)
         if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
-            return None, owners
+            return None, self.owners
         if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:
-            return owners, None
+            return self.owners, None
         return free, free
 
-    def over_owners(self, stacks: Any, shard: Shard) -> Any:
+    def over_owners(self, stacks: PyTree, shard: Shard) -> PyTree:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
-        return jax.tree.map(
-            lambda x: self.lying(_picked(x, shard.order), self.config.way.owners),
-            stacks,
-        )
 
-    def lying(self, x: jax.Array, *spec: Any) -> jax.Array:
-        """Constrain an array's layout to `spec`, or return the array unchanged if `spec` contains `UNSEEN`."""
-        if UNSEEN in spec:
-            return x
+        def deal(x):
+            return self.lying(_picked(x, shard.order), self.owners)
+
+        return jax.tree.map(deal, stacks)
+
+    def like_param(self, path: str, x: Array) -> Array:
+        """Lay a leaf out like its parameter, if this layout is known."""
+        spec = self.splits.get(path)
+        return x if spec is None else self.lying(x, *spec)
+
+    def lying(self, x: Array, *spec: Any) -> Array:
+        """Constrain an array's layout to `spec`."""
         # Inside `whole` the current mesh is this mesh with its explicit axes made automatic.
         around = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if around.empty else around
-        return lax.with_sharding_constraint(
-            x, NamedSharding(mesh, PartitionSpec(*spec))
-        )
-
-
-UNSEEN = "unseen"  # in the place of an unknown spec
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return lax.with_sharding_constraint(x, sharding)
 
 
 def mesh_to_open(
-    uses: Distribution, state: KfacState, tree: Any
+    uses: Distribution,
+    state: KfacState,
+    tree: PyTree,
 ) -> tuple[Way, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
     way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
-    if mesh is not None and not way.owners and AxisType.Explicit not in mesh.axis_types:
-        mesh = None  # XLA partitions the program of a single device
-    return way, mesh
+    if mesh is None or way.owners or AxisType.Explicit in mesh.axis_types:
+        return way, mesh
+    # XLA partitions the program of a single device.
+    return way, None
 
 
 def init_over_mesh(
-    config: Config, settings: Settings, mesh: Mesh | AbstractMesh, params: Any
+    config: Config,
+    settings: Settings,
+    mesh: Mesh | AbstractMesh,
+    params: PyTree,
 ) -> KfacState:
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    specs = state_spec(config.way.owners)
     init = jax.shard_map(
-        lambda: closed(init_state(config, settings, shapes), config.way),
+        lambda: init_state(config, settings, shapes),
         mesh=mesh,
         in_specs=(),
-        out_specs=specs,
+        out_specs=state_spec(config.way.owners),
     )
     state: KfacState = jax.jit(init)()
     state = state._replace(splits=Splits(find_splits(params) or config.layers.splits))
-    if not isinstance(mesh, AbstractMesh) or not jax.tree.leaves(params):
+    leaves = jax.tree.leaves(params)
+    if not isinstance(mesh, AbstractMesh) or not leaves:
         return state
     # Under `jit` a state that depends on no argument would not be on the mesh.
-    smallest = min(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+    smallest = min(leaves, key=lambda leaf: leaf.size)
     return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
 
 
-def _picked(stack: jax.Array, index: np.ndarray) -> jax.Array:
+def _picked(stack: Array, index: np.ndarray) -> Array:
     """Return `stack[index]`, or `stack` itself if the order is the same, so that XLA moves nothing."""
     return stack if np.array_equal(index, np.arange(len(stack))) else stack[index]
 
 
-def _dtypes(group: Group, leaves: dict[str, jax.Array]) -> set[Any]:
+def _dtypes(group: Group, leaves: dict[str, Array]) -> set[jnp.dtype]:
     """Return the dtypes of a group's leaves; an empty set if `optax.masked` hides all of them."""
-    return {
-        leaves[path].dtype
-        for layer in group.layers
-        for path in layer.params
-        if path in leaves
-    }
+    paths = [path for layer in group.layers for path in layer.params]
+    return {leaves[path].dtype for path in paths if path in leaves}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
+from kfac._optimizer.place import PyTree
 from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import (
     KfacState,
@@ -32,7 +32,9 @@ from kfac._varying import AxisName, axis_names, mesh_of, replicated
 
 
 def state_specs(
-    tx: optax.GradientTransformation, params: Any, axis_name: AxisName
+    tx: optax.GradientTransformation,
+    params: Any,
+    axis_name: AxisName,
 ) -> Any:
     """Return the partition specs of an optimizer state.
 
@@ -52,7 +54,9 @@ def state_specs(
     _check_optimizer(tx)
     state = jax.eval_shape(tx.init, params)
     return on_states(
-        lambda node: state_spec(axis_name), state, lambda leaf: PartitionSpec()
+        lambda node: state_spec(axis_name),
+        state,
+        lambda leaf: PartitionSpec(),
     )
 
 
@@ -82,24 +86,22 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         raise ValueError(
             "params must be on a mesh of several devices: place them with jax.device_put, or set the mesh"
         )
-    with jax.sharding.use_abstract_mesh(
-        mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    ):
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
         state = jax.eval_shape(tx.init, params)
 
     def of_leaves(tree, spec):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        owners = axis_names(state.settings.distribution.owners) or tuple(
-            mesh.axis_names
-        )
-        return KfacState(*map(of_leaves, state, state_spec(owners)))
+        owners = axis_names(state.settings.distribution.owners)
+        specs = state_spec(owners or tuple(mesh.axis_names))
+        return KfacState(*map(of_leaves, state, specs))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
 
 
-def _check_optimizer(tx: Any) -> None:
+def _check_optimizer(tx: object) -> None:
     if not hasattr(tx, "init"):
         raise ValueError(
             f"tx must be an optimizer, tx = kfac.kfac(learning_rate, layers), but is {type(tx).__name__}"
@@ -108,11 +110,9 @@ def _check_optimizer(tx: Any) -> None:
 
 def state_spec(axis_name: AxisName) -> KfacState:
     """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
-    specs: dict[str, Any] = {field: PartitionSpec() for field in KfacState._fields}
-    return KfacState(
-        **specs
-        | {"owned": PartitionSpec(axis_name), "segment": PartitionSpec(axis_name)}
-    )
+    specs: dict[str, Any] = dict.fromkeys(KfacState._fields, PartitionSpec())
+    specs["owned"] = specs["segment"] = PartitionSpec(axis_name)
+    return KfacState(**specs)
 
 
 def gather_state(opt_state: Any) -> Any:
@@ -137,13 +137,23 @@ def gather_state(opt_state: Any) -> Any:
 
     def gather(node):
         for owned in node.owned.values():
-            _check_row(owned)
+            shard = owned.shard
+            shape = owned.blocks.weight.shape
+            expected = shard.devices * shard.positions
+            if shape != (expected,):
+                raise ValueError(
+                    f"opt_state must hold the {expected} blocks of all {shard.devices} devices in a row, but has "
+                    f"{shape}: gather outside of shard_map and pmap, from all processes"
+                )
         node = _each_device(opened, replicated(node))
-        owned = {name: _gather_owned(owned) for name, owned in node.owned.items()}
-        # `scatter_state` recomputes the bases from the blocks.
         settings = dataclasses.replace(node.settings, distribution=Distribution())
         return node._replace(
-            owned=owned, segment=Segment(), bases={}, splits=Splits(), settings=settings
+            owned={name: _gather_owned(owned) for name, owned in node.owned.items()},
+            segment=Segment(),
+            # `scatter_state` recomputes the bases from the blocks.
+            bases={},
+            splits=Splits(),
+            settings=settings,
         )
 
     return on_states(gather, opt_state)
@@ -179,89 +189,72 @@ def scatter_state(
     check_distribution(distribution)
     some_states(portable, "portable")
 
-    def cost(name, owned):
-        shapes = {side: getattr(owned.blocks.factors, side).shape[1:] for side in "AG"}
-        return block_cost(name, owned.shard.blocks, shapes)
+    uses = distribution or Distribution()
 
     def scatter(node):
         if devices_of(node) > 1:
             raise ValueError(
                 "portable must be what gather_state returns, but is a state for several devices"
             )
-        shards = make_shards(itertools.starmap(cost, node.owned.items()), num_devices)
-        bases = {
-            name: node.settings.inverse.basis(owned.blocks.inverse)
-            for name, owned in node.owned.items()
-        }
-        owned = {
-            name: _scatter_owned(owned, shards[name])
-            for name, owned in node.owned.items()
-        }
-        bases = {
-            name: basis
-            for name, basis in bases.items()
-            if basis is not None and num_devices > 1
-        }
-        settings = dataclasses.replace(
-            node.settings, distribution=distribution or Distribution()
-        )
-        return _each_device(
-            closed, node._replace(owned=owned, bases=bases, settings=settings)
-        )
+        costs = []
+        bases = {}
+        for name, owned in node.owned.items():
+            factors = owned.blocks.factors
+            shapes = {"A": factors.A.shape[1:], "G": factors.G.shape[1:]}
+            costs.append(block_cost(name, owned.shard.blocks, shapes))
+            basis = node.settings.inverse.basis(owned.blocks.inverse)
+            if basis is not None and num_devices > 1:
+                bases[name] = basis
+        shards = make_shards(costs, num_devices)
+        owned = {n: _scatter_owned(x, shards[n]) for n, x in node.owned.items()}
+        settings = dataclasses.replace(node.settings, distribution=uses)
+        node = node._replace(owned=owned, bases=bases, settings=settings)
+        return _each_device(closed, node)
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
-    by_device = functools.partial(_by_device, num_devices)
+
     return on_nodes(
         (Owned, Segment),
-        by_device,
+        lambda tree: _by_device(num_devices, tree),
         state,
         lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
     )
 
 
-def _in_a_row(tree: Any) -> Any:
+def _in_a_row(tree: PyTree) -> PyTree:
     """Reshape arrays `[devices, k, ...]` to `[devices * k, ...]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def _by_device(devices: int, tree: Any) -> Any:
+def _by_device(devices: int, tree: PyTree) -> PyTree:
     """Reshape arrays `[devices * k, ...]` to `[devices, k, ...]`."""
     return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
 
 
 def _each_device(
-    fn: Callable[[KfacState, Way], KfacState], state: KfacState
+    fn: Callable[[KfacState, Way], KfacState],
+    state: KfacState,
 ) -> KfacState:
     """Apply `opened` or `closed` to each device's part of a global state.
 
     A state in which every group has at least as many blocks as devices is returned unchanged.
     """
-    devices = next(
-        (
-            owned.shard.devices
-            for owned in state.owned.values()
-            if owned.form is not None
-        ),
-        None,
-    )
-    if devices is None:
+    if all(owned.form is None for owned in state.owned.values()):
         return state
+    way = Way(("devices",), ("devices",))
 
     def local(owned, segment):
-        new = fn(
-            state._replace(owned=owned, segment=segment),
-            Way(("devices",), ("devices",)),
-        )
+        new = fn(state._replace(owned=owned, segment=segment), way)
         return new.owned, new.segment
 
-    parts = _by_device(devices, (state.owned, state.segment))
+    parts = _by_device(devices_of(state), (state.owned, state.segment))
     owned, segment = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
     return state._replace(owned=owned, segment=segment)
 
 
-def some_states(opt_state: Any, argument: str) -> list[KfacState]:
+def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
     """Return the K-FAC states in a tree. Raise a `ValueError` if there is no such state."""
     states = find_nodes(opt_state, KfacState)
     if not states:
@@ -272,8 +265,11 @@ def some_states(opt_state: Any, argument: str) -> list[KfacState]:
 
 
 def on_nodes(
-    kind: Any, fn: Callable, tree: Any, other: Callable[[Any], Any] = lambda leaf: leaf
-) -> Any:
+    kind: type | tuple[type, ...],
+    fn: Callable[..., PyTree],
+    tree: PyTree,
+    other: Callable[..., PyTree] = lambda leaf: leaf,
+) -> PyTree:
     """Map `fn` over the nodes of the given type or types in a tree, and `other` over all other leaves."""
 
     def mapped(node):
@@ -285,33 +281,20 @@ def on_nodes(
 on_states = functools.partial(on_nodes, KfacState)
 
 
-def _check_row(owned: Owned) -> None:
-    expected, shape = (
-        owned.shard.devices * owned.shard.positions,
-        owned.blocks.weight.shape,
-    )
-    if shape != (expected,):
-        rows = f"the {expected} blocks of all {owned.shard.devices} devices in a row, but has {shape}"
-        raise ValueError(
-            f"opt_state must hold {rows}: gather outside of shard_map and pmap, from all processes"
-        )
-
-
 def _gather_owned(owned: Owned) -> Owned:
-    shard, whole = owned.shard, dataclasses.replace(owned.shard, devices=1, owners=())
+    shard = owned.shard
+    whole = dataclasses.replace(owned.shard, devices=1, owners=())
     blocks = jax.tree.map(lambda x: x[shard.places], owned.blocks)
     return dataclasses.replace(owned, blocks=blocks, shard=whole, form=None)
 
 
 def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
+    held = jnp.asarray(shard.held.reshape(-1))
+
     def spread(x):
-        return jnp.where(
-            per_block(jnp.asarray(shard.held.reshape(-1)), x[shard.order]),
-            x[shard.order],
-            0,
-        )
+        dealt = x[shard.order]
+        return jnp.where(per_block(held, dealt), dealt, 0)
 
     form = None if shard.full else form_of(owned.blocks)
-    return dataclasses.replace(
-        owned, blocks=jax.tree.map(spread, owned.blocks), shard=shard, form=form
-    )
+    blocks = jax.tree.map(spread, owned.blocks)
+    return dataclasses.replace(owned, blocks=blocks, shard=shard, form=form)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +18,23 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.ways import Way, check_alike
 from kfac._layers import Layers
-from kfac._optimizer.arguments import fitted
+from kfac._optimizer.arguments import hide_masked_biases
+from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
+from kfac._optimizer.init_state import init_state
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh, mesh_to_open
-from kfac._optimizer.place import Config
-from kfac._optimizer.segment import closed
+from kfac._optimizer.place import Config, PyTree
 from kfac._optimizer.state import (
     KfacState,
     Settings,
     check_devices,
     check_groups,
-    init_state,
     match_leaves,
     shards_of,
     splits_of,
 )
-from kfac._optimizer.step import Gradients, preconditioned_step
+from kfac._optimizer.step import preconditioned_step
 from kfac._varying import axis_names, device_axes, on_mesh, placed, varying_axes
 
 
@@ -108,103 +106,125 @@ def scale_by_kfac(
         unitwise_damping,
     )
     check_options(options, Moves())
-    return fitted(
-        layers, functools.partial(precondition_and_move, moves=Moves(), options=options)
+    return hide_masked_biases(
+        layers,
+        lambda layers: precondition_and_move(layers, Moves(), options),
     )
 
 
 def precondition_and_move(
-    layers: Layers, moves: Moves, options: Options
+    layers: Layers,
+    moves: Moves,
+    options: Options,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
-    (
-        damping,
-        inverse,
-        distribution,
-        factor_decay,
-        statistics_every,
-        inverse_every,
-        warmup,
-        unitwise_damping,
-    ) = options
-    warmup, period = (
-        10 if warmup is None else warmup,
-        1 if inverse_every is None else inverse_every,
-    )
-    uses = distribution or Distribution()
-    settings = Settings(layers, layers, inverse, uses, inverse_every is not None)
-    general = Config(layers, group_layers(layers), inverse, Way(), moves)
-    reads_params = any(map(moves.needs_params, general.groups))
-    told: list[bool] = []  # whether the user was warned
+    inverse = options.inverse
+    uses = options.distribution or Distribution()
+    config = Config(layers, group_layers(layers), inverse, Way(), moves)
+    refreshes = options.inverse_every is not None
+    settings = Settings(layers, layers, inverse, uses, refreshes)
+    reads_params = any(map(moves.needs_params, config.groups))
+    tx = Preconditioner(config, options, settings, reads_params)
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
-    def prepared(state: KfacState) -> KfacState:
-        """Set the state's flags and scalars for the next `observe`."""
-        count = state.count
-        # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
-        turn = (
-            in_turn(count, period, warmup)
-            | in_turn(count, period, 0)
-            | (count - state.refreshed >= period)
-        )
-        return state._replace(
-            due=in_turn(count, statistics_every, warmup),
-            refresh_due=turn,
-            observe_damping=value_at(damping, count).astype(jnp.float32),
-            unitwise_damping=value_at(unitwise_damping, count).astype(jnp.float32),
-            factor_decay=value_at(factor_decay, count),
-        )
 
-    def init(params: Any) -> KfacState:
-        way, mesh = uses.way(params, dealt=True)
-        config = dataclasses.replace(general, way=way)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Preconditioner:
+    """The methods of `precondition_and_move`.
+
+    Attributes:
+      config: the fixed settings. Each call replaces the `way`.
+      options: the preconditioner's options.
+      settings: the settings for the state.
+      reads_params: whether the step lengths depend on the parameters.
+      told: not empty if the user was warned about old statistics.
+    """
+
+    config: Config
+    options: Options
+    settings: Settings
+    reads_params: bool
+    told: list[bool] = dataclasses.field(default_factory=list)
+
+    def init(self, params: PyTree) -> KfacState:
+        way, mesh = self.settings.distribution.way(params, dealt=True)
+        config = dataclasses.replace(self.config, way=way)
         check_alike(params)
-        if mesh is not None:
-            return placed(
-                prepared(init_over_mesh(config, settings, mesh, params)), mesh
-            )
-        return prepared(closed(init_state(config, settings, params), way))
+        if mesh is None:
+            return self.prepared(init_state(config, self.settings, params))
+        state = init_over_mesh(config, self.settings, mesh, params)
+        return placed(self.prepared(state), mesh)
 
     @on_mesh
-    def update(updates: Any, state: KfacState, params: Any = None, **extra: Any):
-        check_groups(
-            general.groups, state
-        )  # check before the gradients are stacked by owner
-        if reads_params and params is None:
+    def update(
+        self,
+        updates: PyTree,
+        state: KfacState,
+        params: PyTree | None = None,
+        **extra: object,
+    ) -> tuple[PyTree, KfacState]:
+        config = self.config
+        # Check before the gradients are stacked by owner.
+        check_groups(config.groups, state)
+        if not self.reads_params:
+            params = None
+        elif params is None:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
+        uses = self.settings.distribution
         way, mesh = mesh_to_open(uses, state, updates)
         check_alike(params)
-        if not way.owners:  # with owners, `preconditioned_step` averages gradients that differ between devices
-            averaged = varying_axes(updates).intersection(
-                axis_names(uses.axis) or device_axes()
-            )
+        # With owners, `preconditioned_step` averages gradients that differ between devices.
+        if not way.owners:
+            axes = axis_names(uses.axis) or device_axes()
+            averaged = varying_axes(updates).intersection(axes)
             updates = Way(tuple(sorted(averaged))).mean(updates)
-        config = dataclasses.replace(
-            general, way=way, local=bool(varying_axes(updates))
-        )
-        params = params if reads_params else None
-        now = moves.at(state.count, value_at(damping, state.count))
-        if not told and is_overdue(state, statistics_every):
-            told.append(True)
+        config = dataclasses.replace(config, way=way)
+        damping = value_at(self.options.damping, state.count)
+        now = config.moves.at(state.count, damping)
+        if not self.told and is_overdue(state, self.options.statistics_every):
+            self.told.append(True)
             warnings.warn(OVERDUE, stacklevel=2)
-        match_leaves(layers, updates, "updates")
+        match_leaves(config.layers, updates, "updates")
         if params is not None:
-            match_leaves(layers, params, "params")
-        if mesh is None:
-            gradients, weights = Gradients(updates, {}), Gradients(params, {})
-            (updates, _), state = preconditioned_step(
-                config, gradients, weights, state, now
-            )
-        else:
+            match_leaves(config.layers, params, "params")
+        if mesh is not None:
             check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             splits = {} if types_tell else splits_of(state)
             meshed = OverMesh(config, mesh, shards_of(state), splits)
             updates, state = meshed.step(updates, params, state, now)
-        return updates, prepared(state)
+            return updates, self.prepared(state)
+        exchange = LocalGradients if varying_axes(updates) else WholeGradients
+        gradients = Gradients(updates)
+        weights = Gradients(params)
+        steps, state = preconditioned_step(
+            exchange,
+            config,
+            gradients,
+            weights,
+            state,
+            now,
+        )
+        return steps.tree, self.prepared(state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def prepared(self, state: KfacState) -> KfacState:
+        """Set the state's flags and scalars for the next `observe`."""
+        count = state.count
+        options = self.options
+        warmup = 10 if options.refresh_warmup is None else options.refresh_warmup
+        period = 1 if options.inverse_every is None else options.inverse_every
+        in_warmup = in_turn(count, period, warmup)
+        # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
+        old = count - state.refreshed >= period
+        return state._replace(
+            due=in_turn(count, options.statistics_every, warmup),
+            refresh_due=in_warmup | in_turn(count, period, 0) | old,
+            observe_damping=value_at(options.damping, count),
+            unitwise_damping=value_at(options.unitwise_damping, count),
+            factor_decay=value_at(options.factor_decay, count),
+        )
 
 
 OVERDUE = (
@@ -219,16 +239,18 @@ def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
     False if the values are not known, as under `jit`, if they have an axis of devices, as under `pmap`, or if `every`
     is not an int.
     """
-    read = state.count, state.due, state.measured
-    if not isinstance(every, int) or any(
-        isinstance(x, jax.core.Tracer) or x.ndim for x in read
-    ):
+    if not isinstance(every, int):
         return False
+    for x in (state.count, state.due, state.measured):
+        if isinstance(x, jax.core.Tracer) or x.ndim:
+            return False
     return bool(state.due) and int(state.count) - int(state.measured) > 2 * every
 
 
 def in_turn(
-    count: jax.Array, every: int | jax.Array, warmup: int | jax.Array
+    count: jax.Array,
+    every: int | jax.Array,
+    warmup: int | jax.Array,
 ) -> jax.Array:
     """Return whether step `count` is a multiple of the current interval.
 
@@ -236,6 +258,8 @@ def in_turn(
     to `every`. With `warmup=0`, the interval is always `every`. The interval doubles because factors change fast at
     first and then more slowly, on a time scale that grows with the number of steps so far.
     """
-    every, warmup = (jnp.asarray(x).astype(jnp.int32) for x in (every, warmup))
+    every = jnp.asarray(every, jnp.int32)
+    warmup = jnp.asarray(warmup, jnp.int32)
     doublings = jnp.minimum(32 - lax.clz(count // jnp.maximum(warmup, 1)), 30)
-    return count % jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every) == 0
+    interval = jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
+    return count % interval == 0

@@ -13,18 +13,19 @@ momenta before it writes any back, because it first has to find out whether its 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._distributed.collectives import of_this_device
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
 from kfac._distributed.ways import Way
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.state import KfacState, Segment, with_blocks
+from kfac._optimizer.place import PyTree
+from kfac._optimizer.state import Form, KfacState, Segment, with_blocks
 from kfac._packing import flatten, unflatten
 from kfac._varying import as_varying, varying_axes
 
@@ -33,46 +34,53 @@ class Slot(NamedTuple):
     """The location of a group's blocks in the flat vectors of a part: factors, inverse or motion.
 
     Attributes:
-      like: the part's shapes `[1, ...]` for a single block.
+      shapes: the part's shapes `[1, ...]` for a single block, a tree of `jax.ShapeDtypeStruct`s.
       size: the number of elements that a block has in the vector.
       starts: where each block starts in its owner's vector, by owner, in block order.
-      room: the vector's length.
+      length: the vector's length.
     """
 
-    like: Any
+    shapes: PyTree
     size: int
     starts: dict[int, int]
-    room: int
-
-
-@functools.cache
-def _slots(part: str, groups: tuple[tuple[str, Any, Shard], ...]) -> dict[str, Slot]:
-    """Return the slots of a part, by group. Each group is given as its name, form and shard."""
-    forms: dict[str, Any] = {}
-    sizes: dict[str, int] = {}
-    shards = {name: shard for name, _, shard in groups}
-    for name, form, _ in groups:
-        like = getattr(jax.tree.unflatten(*form), part)
-        if jax.tree.leaves(like):
-            forms[name] = like
-            sizes[name] = jax.eval_shape(functools.partial(_flat, part), like).shape[1]
-    starts, lengths = lay_end_to_end(shards, sizes)
-    room = max(lengths.values(), default=0)
-    return {name: Slot(forms[name], sizes[name], starts[name], room) for name in forms}
+    length: int
 
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
     """Return the slots of a part, by group, for all groups that store it in the segment."""
-    in_segments = {
-        name: owned for name, owned in state.owned.items() if owned.form is not None
-    }
-    return _slots(
-        part,
-        tuple((name, owned.form, owned.shard) for name, owned in in_segments.items()),
-    )
+    in_segment = []
+    for name, owned in state.owned.items():
+        if owned.form is not None:
+            in_segment.append((name, owned.form, owned.shard))
+    return _slots(part, tuple(in_segment))
 
 
-def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
+@functools.cache
+def _slots(
+    part: str,
+    groups: tuple[tuple[str, Form, Shard], ...],
+) -> dict[str, Slot]:
+    """Return the slots of a part, by group. Each group is given as its name, form and shard."""
+    shapes = {}
+    sizes = {}
+    shards = {}
+    for name, form, shard in groups:
+        of_part = getattr(jax.tree.unflatten(*form), part)
+        if jax.tree.leaves(of_part):
+            shapes[name] = of_part
+            sizes[name] = jax.eval_shape(lambda x: _flat(part, x), of_part).shape[1]
+            shards[name] = shard
+    starts, lengths = lay_end_to_end(shards, sizes)
+    length = max(lengths.values(), default=0)
+    return {n: Slot(shapes[n], sizes[n], starts[n], length) for n in shapes}
+
+
+def part_of(
+    state: KfacState,
+    way: Way,
+    name: str,
+    part: str,
+) -> PyTree:
     """Return a part of a group's blocks as stacks `[k, ...]`.
 
     If the group stores the part in the segment, the stacks have `k = 1`. They are zero if this device owns no block.
@@ -80,68 +88,66 @@ def part_of(state: KfacState, way: Way, name: str, part: str) -> Any:
     slot = slots_of(state, part).get(name)
     if slot is None:
         return getattr(state.blocks[name], part)
-    begin = of_this_device(slot.starts, slot.room, way.owners)
-    flat = lax.dynamic_slice_in_dim(getattr(state.segment, part), begin, slot.size)
+    vector = getattr(state.segment, part)
+    begin = of_this_device(slot.starts, slot.length, way.owners)
+    flat = lax.dynamic_slice_in_dim(vector, begin, slot.size)
     flat = jnp.where(way.owns(state.owned[name].shard), flat, 0)[None]
     if part != "factors":
-        return unflatten(flat, slot.like)
-    return unflatten(flat, jax.eval_shape(_packed, slot.like)).unpacked()
+        return unflatten(flat, slot.shapes)
+    return unflatten(flat, jax.eval_shape(_packed, slot.shapes)).unpacked()
 
 
-def with_parts(state: KfacState, way: Way, name: str, **parts: Any) -> KfacState:
+def with_parts(state: KfacState, way: Way, name: str, **parts: PyTree) -> KfacState:
     """Return the state with new values for the given parts of a group's blocks."""
-    for part in Segment._fields:
-        slot = slots_of(state, part).get(name)
-        if slot is not None and part in parts:
-            vector, begin = (
-                getattr(state.segment, part),
-                of_this_device(slot.starts, slot.room, way.owners),
-            )
-            old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
-            flat = _flat(part, parts.pop(part))[0].astype(old.dtype)
-            flat = jnp.where(way.owns(state.owned[name].shard), flat, old)
-            vector = lax.dynamic_update_slice_in_dim(
-                as_varying(vector, varying_axes(flat)), flat, begin, 0
-            )
-            state = state._replace(segment=state.segment._replace(**{part: vector}))
-    return with_blocks(
-        state, state.blocks | {name: state.blocks[name]._replace(**parts)}
-    )
+    stacks = {}
+    for part, new in parts.items():
+        slot = slots_of(state, part).get(name) if part in Segment._fields else None
+        if slot is None:
+            stacks[part] = new
+            continue
+        vector = getattr(state.segment, part)
+        begin = of_this_device(slot.starts, slot.length, way.owners)
+        old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
+        flat = _flat(part, new)[0].astype(old.dtype)
+        flat = jnp.where(way.owns(state.owned[name].shard), flat, old)
+        vector = as_varying(vector, varying_axes(flat))
+        vector = lax.dynamic_update_slice_in_dim(vector, flat, begin, 0)
+        state = state._replace(segment=state.segment._replace(**{part: vector}))
+    blocks = state.blocks
+    blocks[name] = blocks[name]._replace(**stacks)
+    return with_blocks(state, blocks)
 
 
 def opened(state: KfacState, way: Way) -> KfacState:
     """Return the state with all blocks in stacks."""
-    parts = {
-        n: {part: part_of(state, way, n, part) for part in Segment._fields}
-        for n in state.blocks
-    }
-    return with_blocks(
-        state, {n: block._replace(**parts[n]) for n, block in state.blocks.items()}
-    )
+    blocks = state.blocks
+    for name in blocks:
+        parts = {part: part_of(state, way, name, part) for part in Segment._fields}
+        blocks[name] = blocks[name]._replace(**parts)
+    return with_blocks(state, blocks)
 
 
 def closed(state: KfacState, way: Way) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the segment: the inverse of `opened`."""
     for part in Segment._fields:
-        slots, blocks = slots_of(state, part), state.blocks
-        if slots:
-            dtype = jnp.result_type(
-                *(x for slot in slots.values() for x in jax.tree.leaves(slot.like))
-            )
-            room = next(iter(slots.values())).room
-            state = state._replace(
-                segment=state.segment._replace(**{part: jnp.zeros(room, dtype)})
-            )
+        slots = slots_of(state, part)
+        blocks = state.blocks
+        if not slots:
+            continue
+        shapes = jax.tree.leaves([slot.shapes for slot in slots.values()])
+        length = next(iter(slots.values())).length
+        zeros = jnp.zeros(length, jnp.result_type(*shapes))
+        state = state._replace(segment=state.segment._replace(**{part: zeros}))
         for name in slots:
-            state = with_parts(state, way, name, **{part: getattr(blocks[name], part)})
-        nothing: dict[str, Any] = {part: None}
-        state = with_blocks(
-            state, blocks | {name: blocks[name]._replace(**nothing) for name in slots}
-        )
+            stack = getattr(blocks[name], part)
+            state = with_parts(state, way, name, **{part: stack})
+            nothing: PyTree = {part: None}
+            blocks[name] = blocks[name]._replace(**nothing)
+        state = with_blocks(state, blocks)
     return state
 
 
-def _flat(part: str, tree: Any) -> jax.Array:
+def _flat(part: str, tree: PyTree) -> Array:
     return flatten(_packed(tree) if part == "factors" else tree)
 
 

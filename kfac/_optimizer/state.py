@@ -6,23 +6,22 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import Shard, group_costs, make_shards
+from kfac._distributed.owners import Shard
 from kfac._factors import Block
 from kfac._layers import Layers, leaves_by_path
-from kfac._optimizer.moves import Motion
-from kfac._optimizer.place import Config
-from kfac._varying import as_varying, axis_size, varying_axes
+from kfac._optimizer.moves import MomentumState
+from kfac._optimizer.place import Config, PyTree
+
+Node = TypeVar("Node", bound=tuple)
 
 
 class KfacMetrics(NamedTuple):
@@ -59,7 +58,8 @@ class KfacMetrics(NamedTuple):
     skipped_steps: jax.Array
 
 
-COUNTED = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")
+# The state of an `Inverse`: any tree of arrays `[k, ...]`.
+InverseState: TypeAlias = Any
 
 
 class BlockState(NamedTuple):
@@ -76,10 +76,10 @@ class BlockState(NamedTuple):
 
     factors: Block
     weight: jax.Array
-    inverse: Any
+    inverse: InverseState
     condition: jax.Array
     inverted: jax.Array
-    motion: Motion
+    motion: MomentumState
 
 
 class Segment(NamedTuple):
@@ -94,12 +94,15 @@ class Segment(NamedTuple):
     motion: jax.Array | None = None
 
 
-def form_of(blocks: BlockState) -> Any:
-    """Return the tree structure and the array shapes `[1, ...]` of a single block, as a hashable value."""
+# The tree structure and the array shapes `[1, ...]` of a single block, as a hashable value.
+Form = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
+
+
+def form_of(blocks: BlockState) -> Form:
+    """Return the form of each block in a stack."""
     leaves, structure = jax.tree.flatten(blocks)
-    return structure, tuple(
-        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves
-    )
+    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
+    return structure, tuple(shapes)
 
 
 @jax.tree_util.register_dataclass
@@ -108,12 +111,12 @@ class Owned:
     """The blocks of a group that this device owns. Outside `shard_map`, all devices' blocks, concatenated.
 
     If the group has fewer blocks than devices, the parts that `Segment` stores are None here. `form` then holds the
-    shapes for unpacking them, as `form_of` returns them.
+    shapes for unpacking them.
     """
 
     blocks: BlockState
     shard: Shard = dataclasses.field(metadata={"static": True})
-    form: Any = dataclasses.field(default=None, metadata={"static": True})
+    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shapes(self) -> BlockState:
@@ -232,9 +235,8 @@ class AdaptiveDampingState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]  # optax's name for it
-    next_damping: (
-        jax.Array
-    )  # not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value
+    # Not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value.
+    next_damping: jax.Array
     reduction_ratio: jax.Array
     inner: Any
     taken_back: jax.Array
@@ -259,124 +261,27 @@ def devices_of(state: KfacState) -> int:
     return max((shard.devices for shard in shards_of(state).values()), default=1)
 
 
-def with_blocks(state: KfacState, blocks: dict[str, BlockState]) -> KfacState:
+def with_blocks(
+    state: KfacState,
+    blocks: dict[str, BlockState],
+) -> KfacState:
     """Return the state with `blocks` in place of its blocks."""
     owned = {
-        name: dataclasses.replace(owned, blocks=blocks[name])
-        for name, owned in state.owned.items()
+        n: dataclasses.replace(old, blocks=blocks[n]) for n, old in state.owned.items()
     }
-    return state._replace(
-        owned=owned, shared={name: blocks[name] for name in state.shared}
-    )
+    shared = {name: blocks[name] for name in state.shared}
+    return state._replace(owned=owned, shared=shared)
 
 
-def init_state(config: Config, settings: Settings, params: Any) -> KfacState:
-    """Return the state before the first step, with all blocks in stacks.
-
-    `segment.closed` then moves the blocks of groups with fewer blocks than devices into the state's flat vectors.
-    """
-    # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
-    leaves = (
-        match_leaves(config.layers, params, "params") if jax.tree.leaves(params) else {}
-    )
-    # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    devices, owners = axis_size(config.way.owners) or 1, config.way.owners
-    shards = make_shards(group_costs(config.groups), devices)
-
-    def inverses(group: Group, size: int) -> Any:
-        inverse = group.inverse_of(config.inverse)
-        kept = inverse.init(group.zeros(size, dtype, group.moments(config.inverse)))
-        for leaf in jax.tree.leaves(kept):
-            if not jnp.issubdtype(
-                leaf.dtype, jnp.floating
-            ):  # messages between devices would round integers
-                raise ValueError(
-                    f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only"
-                )
-        return kept
-
-    def blocks(group: Group, size: int) -> BlockState:
-        weight, condition, inverted = (
-            jnp.zeros(size, dtype),
-            jnp.zeros(size, dtype),
-            jnp.zeros(size, jnp.int32),
-        )
-        has_momentum = (
-            config.moves.momentum is not None
-            and not group.inverse_of(config.inverse).takes_gradients
-        )
-        momentum = (
-            jnp.zeros((size, group.d_in, group.d_out), dtype) if has_momentum else None
-        )
-        motion = Motion(
-            momentum,
-            jnp.ones(size, dtype) if config.moves.adaptive_layer_rates else None,
-        )
-        return BlockState(
-            group.zeros(size, dtype),
-            weight,
-            inverses(group, size),
-            condition,
-            inverted,
-            motion,
-        )
-
-    def owned(group: Group) -> Owned:
-        shard = shards[group.name]
-        stacks = blocks(group, shard.positions)
-        new = Owned(stacks, shard, None if shard.full else form_of(stacks))
-        # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
-        return (
-            as_varying(new, varying_axes(lax.axis_index(owners)))
-            if axis_size(owners)
-            else new
-        )
-
-    with_bases = [
-        group
-        for group in config.groups
-        if devices > 1 and group.moments(config.inverse)
-    ]
-    return KfacState(
-        count=jnp.zeros((), jnp.int32),
-        refused=jnp.zeros((), bool),
-        measured=jnp.full((), -1, jnp.int32),
-        refreshed=jnp.full((), -1, jnp.int32),
-        due=jnp.ones((), bool),
-        refresh_due=jnp.ones((), bool),
-        observe_damping=jnp.zeros((), jnp.float32),
-        unitwise_damping=jnp.zeros((), jnp.float32),
-        factor_decay=jnp.zeros((), jnp.float32),
-        owned={group.name: owned(group) for group in config.owned},
-        segment=Segment(),
-        shared={
-            group.name: blocks(group, group.size)
-            for group in config.groups
-            if not group.owned
-        },
-        bases={g.name: config.inverse.basis(inverses(g, g.size)) for g in with_bases},
-        learning_rates=jnp.zeros(2, jnp.float32),
-        members={
-            group.name: {group.members: jnp.full((), group.size, jnp.int32)}
-            for group in config.groups
-        },
-        metrics=KfacMetrics(
-            *(
-                jnp.zeros((), jnp.int32 if x in COUNTED else jnp.float32)
-                for x in KfacMetrics._fields
-            )
-        ),
-        splits=Splits(),
-        settings=settings,
-    )
-
-
-def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
+def match_leaves(
+    layers: Layers,
+    tree: PyTree,
+    what: str,
+) -> dict[str, jax.Array]:
     """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
     `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.
-    `arguments.fitted` has already removed hidden biases from `layers`.
+    `arguments.hide_masked_biases` has already removed hidden biases from `layers`.
 
     Args:
       layers: the layers.
@@ -389,9 +294,9 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
     leaves = leaves_by_path(tree)
     unknown = [path for path in leaves if path not in layers.paths]
     if unknown and jax.tree_util.all_leaves([tree]):
-        how = "put what flattens them, such as optax.flatten, around the other parts of the chain"
         raise ValueError(
-            f"{what} are one array, in which layers cannot be told apart: {how}"
+            f"{what} are one array, in which layers cannot be told apart: put what flattens them, such as "
+            "optax.flatten, around the other parts of the chain"
         )
     if unknown:
         raise ValueError(
@@ -399,22 +304,20 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
         )
     masked = has_masked(tree)
     for layer in layers:
+        present = [path for path in layer.params if path in leaves]
         missing = [path for path in layer.params if path not in leaves]
-        if missing and (not masked or len(missing) < len(layer.params)):
-            rest = [path for path in layer.params if path in leaves]
-            reason = (
-                f"is masked, but {rest[0]!r} is not: {how_to_hide(missing)}"
-                if masked
-                else "is missing"
-            )
+        if missing and (present or not masked):
+            reason = "is missing"
+            if masked:
+                reason = f"is masked, but {present[0]!r} is not: {how_to_hide(missing)}"
             raise ValueError(
                 f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}"
             )
         for path, shape in zip(layer.params, layer.shapes, strict=True):
             if path in leaves and tuple(leaves[path].shape) != shape:
-                leaf = f"leaf {path!r} of layer {layer.name!r}"
                 raise ValueError(
-                    f"{what}: {leaf} must have shape {shape}, but has {tuple(leaves[path].shape)}"
+                    f"{what}: leaf {path!r} of layer {layer.name!r} must have shape {shape}, but has "
+                    f"{tuple(leaves[path].shape)}"
                 )
     if not leaves:
         raise ValueError(f"{what} have no leaves")
@@ -424,57 +327,60 @@ def match_leaves(layers: Layers, tree: Any, what: str) -> dict[str, jax.Array]:
 def how_to_hide(paths: Sequence[str]) -> str:
     """Return advice for an error message about a layer that has only some of its leaves masked."""
     patterns = tuple(f"^{re.escape(path)}$" for path in paths)
-    out = f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
-    return f"give both the same label in optax.partition or optax.masked, or take it out of the layer, {out}"
+    return (
+        "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
+        f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
+    )
 
 
-def has_masked(tree: Any) -> bool:
+def has_masked(tree: PyTree) -> bool:
     """Return whether `optax.masked` has replaced a leaf of `tree`."""
     return bool(find_nodes(tree, optax.MaskedNode))
 
 
-def is_variable(node: Any) -> bool:
+def is_variable(node: object) -> bool:
     """Return whether a tree node is a mutable variable, such as flax nnx uses for an optimizer's state."""
     return hasattr(node, "get_value") and hasattr(node, "set_value")
 
 
-def pure(tree: Any) -> Any:
+def pure(tree: PyTree) -> PyTree:
     """Replace the mutable variables in a tree by their values."""
-    return jax.tree.map(
-        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
+
+    def value(leaf):
+        return leaf.get_value() if is_variable(leaf) else leaf
+
+    return jax.tree.map(value, tree, is_leaf=is_variable)
+
+
+def find_nodes(tree: PyTree, kind: type[Node]) -> list[Node]:
+    """Return the nodes of a type in a tree, including nodes inside such nodes."""
+
+    def is_kind(node):
+        return isinstance(node, kind)
+
+    outermost = [x for x in jax.tree.leaves(tree, is_leaf=is_kind) if is_kind(x)]
+    inside = [find_nodes(tuple(node), kind) for node in outermost]
+    return sum(inside, outermost)
+
+
+def find_state(opt_state: PyTree, argument: str) -> KfacState:
+    """Return the only `KfacState` in an optimizer state. Raise a `ValueError` unless there is exactly one."""
+    states = find_nodes(opt_state, KfacState)
+    if len(states) == 1:
+        return pure(states[0])
+    how = ": it is what init of the optimizer has returned"
+    if states:
+        how = "; give the part of each"
+    raise ValueError(
+        f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
+        f"{len(states)}{how}"
     )
 
 
-def find_nodes(tree: Any, kind: Any) -> list[Any]:
-    """Return the nodes of a type in a tree, including nodes inside such nodes."""
-    outermost = [
-        x
-        for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-        if isinstance(x, kind)
-    ]
-    return outermost + [
-        inner for node in outermost for inner in find_nodes(tuple(node), kind)
-    ]
-
-
-def find_state(opt_state: Any, argument: str) -> KfacState:
-    """Return the only `KfacState` in an optimizer state. Raise a `ValueError` unless there is exactly one."""
-    states = pure(find_nodes(opt_state, KfacState))
-    if len(states) != 1:
-        actual = f"is of type {type(opt_state).__name__} and holds {len(states)}"
-        how = (
-            "; give the part of each"
-            if states
-            else ": it is what init of the optimizer has returned"
-        )
-        raise ValueError(
-            f"{argument} must hold one state of scale_by_kfac, but {actual}{how}"
-        )
-    return states[0]
-
-
 def blocks_of(
-    state: KfacState, layers: Layers, argument: str
+    state: KfacState,
+    layers: Layers,
+    argument: str,
 ) -> Iterator[tuple[Group, BlockState]]:
     """Yield each group with its blocks, from a state for a single device.
 
@@ -484,13 +390,13 @@ def blocks_of(
     groups = group_layers(layers)
     check_groups(groups, state)
     for group in groups:
-        if (
-            devices_of(state) > 1 or state.blocks[group.name].weight.ndim != 1
-        ):  # several devices order them differently
+        blocks = state.blocks[group.name]
+        # Several devices order their blocks differently.
+        if devices_of(state) > 1 or blocks.weight.ndim != 1:
             raise ValueError(
                 f"{argument} must be the state of one device: call kfac.state.gather_state on it"
             )
-        yield group, state.blocks[group.name]
+        yield group, blocks
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -498,70 +404,67 @@ def blocks_of(
 
 def check_state(config: Config, state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
-    check_devices(state, config.way.devices)
-    if (
-        state.owned and state.settings.inverse != config.inverse
-    ):  # `kfac.kfac` may have chosen it from the layers
+    check_blocks(state, config.way.devices)
+    # `kfac.kfac` may have chosen the inverse from the layers.
+    if state.owned and state.settings.inverse != config.inverse:
         raise ValueError(
             f"inverse={config.inverse!r}, but the optimizer state is one for inverse={state.settings.inverse!r}: name "
             "the one that it was initialised with"
         )
+    adaptive = config.moves.adaptive_layer_rates
+    blocks = {name: owned.shapes for name, owned in state.owned.items()} | state.shared
     for group in config.groups:
-        owned = state.owned.get(group.name)
-        if owned is not None:
-            check_positions(owned)
-        motion = (
-            state.shared[group.name].motion if owned is None else owned.shapes.motion
-        )
-        has_momentum = (
-            config.moves.momentum is not None
-            and not group.inverse_of(config.inverse).takes_gradients
-        )
-        wanted = {
-            "momentum": has_momentum,
-            "adaptive_layer_rates": config.moves.adaptive_layer_rates,
-        }
-        for (option, wants), array in zip(wanted.items(), motion, strict=True):
-            if wants != (array is not None):
-                has = (
-                    f"has {'none' if array is None else 'some'} for blocks {group.name}"
-                )
+        momentum, rate = blocks[group.name].motion
+        for option, expected, array in (
+            ("momentum", config.has_momentum(group), momentum),
+            ("adaptive_layer_rates", adaptive, rate),
+        ):
+            if expected != (array is not None):
+                has = "none" if expected else "some"
                 raise ValueError(
-                    f"{option}= does not go with its state, which {has}: initialise it with the same"
+                    f"{option}= does not go with its state, which has {has} for blocks {group.name}: initialise it "
+                    "with the same"
                 )
 
 
-def check_positions(owned: Owned) -> None:
-    """Raise a `ValueError` if the number of a group's blocks here is not the number that each device holds."""
-    if owned.blocks.weight.shape[0] != owned.shard.positions:
-        needs = f"{owned.shard.positions} of the state's {owned.shard.blocks} blocks of a shape"
-        how = f"but gets {owned.blocks.weight.shape[0]}: use kfac.state.state_specs for its in_specs and out_specs"
-        raise ValueError(f"this device must get {needs}, {how}")
+def check_blocks(state: KfacState, devices: int) -> None:
+    """Raise a `ValueError` if the state here does not hold one device's blocks for this number of devices."""
+    check_devices(state, devices)
+    for owned in state.owned.values():
+        actual = owned.blocks.weight.shape[0]
+        expected = owned.shard.positions
+        if actual != expected:
+            raise ValueError(
+                f"this device must get {expected} of the state's {owned.shard.blocks} blocks of a shape, but gets "
+                f"{actual}: use kfac.state.state_specs for its in_specs and out_specs"
+            )
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other layers."""
-    sizes = {name: owned.shard.blocks for name, owned in state.owned.items()}
-    sizes |= {name: blocks.weight.shape[-1] for name, blocks in state.shared.items()}
-    actual = {
-        name: f"{sizes[name]} of {next(iter(members))}"
-        for name, members in state.members.items()
-    }
+    actual = {}
+    for name, (names,) in state.members.items():
+        if name in state.owned:
+            size = state.owned[name].shard.blocks
+        else:
+            size = state.shared[name].weight.shape[-1]
+        actual[name] = f"{size} of {names}"
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
     for name in expected | actual:
-        has, needs = actual.get(name, "none"), expected.get(name, "none")
+        has = actual.get(name, "none")
+        needs = expected.get(name, "none")
         if has != needs:
-            how = f"the layers need {needs}. Initialise it with the same, or restore the checkpoint of this model"
             raise ValueError(
-                f"the optimizer state is not one for these layers: its blocks {name} are {has}; {how}"
+                f"the optimizer state is not one for these layers: its blocks {name} are {has}; the layers need "
+                f"{needs}. Initialise it with the same, or restore the checkpoint of this model"
             )
 
 
 def check_devices(state: KfacState, devices: int) -> None:
     """Raise a `ValueError` if the state was initialised for another number of devices."""
     if state.owned and devices_of(state) != devices:
-        how = "initialise it where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one"
-        given = f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}"
         raise ValueError(
-            f"{given}: {how} from kfac.state.gather_state to another number of devices"
+            f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}: initialise it "
+            "where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one from "
+            "kfac.state.gather_state to another number of devices"
         )

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from kfac._checks import check, check_function, check_given, with_hints
 from kfac._distributed.intervals import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._optimizer.diagnostics import eigenbasis, statistics_due
-from kfac._optimizer.kfac import INTERVAL_OPTIONS, Chosen, chosen, kfac
+from kfac._optimizer.kfac import chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
 from kfac._optimizer.observe import observe
+from kfac._optimizer.place import PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,12 +70,15 @@ class TrainStep:
         before = {(x.splits, x.num_examples) for x in self.layers.values()}
         layers = self._find_layers(params, args, kwargs, anew=True)
         if before - {(layers.splits, layers.num_examples)}:
-            self.__dict__.pop("_programs", None)  # they were compiled for other layers
+            # The programs were compiled for other layers.
+            self.__dict__.pop("_programs", None)
         if layers.unclear and self.num_examples is None:
             raise ValueError(layers.unclear.replace("value_and_grad", "train_step"))
-        if (count := layers.num_examples or 0) % self.num_microbatches:
-            what = f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
-            raise ValueError(what)
+        count = layers.num_examples or 0
+        if count % self.num_microbatches:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
+            )
         if self.verbose and jax.process_index() == 0:
             print(_summary(layers, self.options))
         return self._programs["init"](params)
@@ -100,42 +104,55 @@ class TrainStep:
         Returns:
           The new parameters, the new state, and the result of `loss_fn`.
         """
-        due, observe = statistics_due(opt_state), self._programs["observe"]
-        arguments = (params, opt_state, *args), {"fisher_key": fisher_key, **kwargs}
+        due = statistics_due(opt_state)
+
+        def observe(
+            opt_state,
+            params,
+            args,
+            kwargs,
+        ):
+            program = self._programs["observe"]
+            return program(params, opt_state, *args, fisher_key=fisher_key, **kwargs)
+
+        arguments = opt_state, params, args, kwargs
         if isinstance(due, jax.core.Tracer):
-            opt_state = lax.cond(
-                due, lambda x: observe(*x[0], **x[1]), lambda x: x[0][1], arguments
-            )
+            opt_state = lax.cond(due, observe, lambda state, *rest: state, *arguments)
         elif due:
-            opt_state = observe(*arguments[0], **arguments[1])
+            opt_state = observe(*arguments)
         return self._programs["step"](params, opt_state, *args, **kwargs)
 
     @functools.cached_property
     def _programs(self) -> dict[str, Callable[..., Any]]:
         """The compiled programs, by name."""
 
-        def compiled(method, what, donated=()):
-            return _jit_with_notice(
-                method, what, self.verbose, donated if self.donate else ()
-            )
+        def compiled(
+            method,
+            what,
+            donated=(),
+        ):
+            donated = donated if self.donate else ()
+            return _jit_with_notice(method, what, self.verbose, donated)
+
+        def init(params):
+            return self._optimizer(self._find_layers(params, (), {})).init(params)
 
         return {
-            "init": compiled(
-                lambda params: self._optimizer(self._find_layers(params, (), {})).init(
-                    params
-                ),
-                "the state",
-            ),
+            "init": compiled(init, "the state"),
             "observe": compiled(self._observe, "the statistics", (1,)),
             "step": compiled(self._step, "the step", (0, 1)),
         }
 
     def _find_layers(
-        self, params: Any, args: Any, kwargs: Any, anew: bool = False
+        self,
+        params: PyTree,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        anew: bool = False,
     ) -> Layers:
         """Return the layers. Find them again only if `anew` is true or the parameters have new shapes."""
         leaves, structure = jax.tree.flatten(params)
-        shapes = structure, *(getattr(leaf, "shape", ()) for leaf in leaves)
+        shapes = structure, *[getattr(leaf, "shape", ()) for leaf in leaves]
         if anew or shapes not in self.layers:
             self.layers[shapes] = find_layers(
                 self.loss_fn,
@@ -151,23 +168,42 @@ class TrainStep:
         return kfac(self.learning_rate, layers, **self.options)
 
     def _in_parts(
-        self, fn: Callable[..., Any], layers: Layers, parts: int
+        self,
+        fn: Callable[..., Any],
+        layers: Layers,
+        parts: int,
     ) -> Callable[..., Any]:
+        """Split the batch into micro-batches: the arguments in `batch_argnums=` if given, otherwise as traced.
+
+        Raises:
+          ValueError: if tracing found the batch in keyword arguments.
+        """
+        argnums = self.found["batch_argnums"]
         if parts == 1:
             return fn
-        return microbatch(
-            fn, parts, batch_argnums=_split_argnums(layers, self.found["batch_argnums"])
-        )
+        if argnums is None and layers.batch_argnums:
+            named = [repr(k) for k in layers.batch_argnums if isinstance(k, str)]
+            if named:
+                raise ValueError(
+                    f"num_microbatches: the batch must be in positional arguments, but {', '.join(named)} of it are "
+                    "keyword arguments"
+                )
+            argnums = list(layers.batch_argnums)
+        return microbatch(fn, parts, batch_argnums=argnums)
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
-        inverse, _, share = _chosen(layers, self.options)
-        parts, examples = self.num_microbatches, self.num_examples
+        inverse, _, share = chosen(layers, **self.options)
+        parts = self.num_microbatches
+        examples = self.num_examples
         if share > 1:
             fewer = -(-parts // share)
             thinned = every_example(layers, args, kwargs, share, fewer)
-            args, kwargs, examples = thinned.args, thinned.kwargs, thinned.of(examples)
-            parts = fewer if thinned.kept < thinned.rows else parts
+            args = thinned.args
+            kwargs = thinned.kwargs
+            examples = thinned.of(examples)
+            if thinned.kept < thinned.rows:
+                parts = fewer
         measure = statistics(
             self.loss_fn,
             layers,
@@ -175,20 +211,17 @@ class TrainStep:
             num_examples=examples and examples // parts,
             **self.measured,
         )
-        basis = (
-            {"basis": eigenbasis(opt_state, layers)} if inverse.takes_moments else {}
-        )
-        factors = self._in_parts(measure, layers, parts)(
-            params, *args, fisher_key=fisher_key, **basis, **kwargs
-        )
+        if inverse.takes_moments:
+            kwargs = {"basis": eigenbasis(opt_state, layers), **kwargs}
+        measure = self._in_parts(measure, layers, parts)
+        factors = measure(params, *args, fisher_key=fisher_key, **kwargs)
         return observe(opt_state, factors)
 
     def _step(self, params, opt_state, *args, **kwargs):
         layers = self._find_layers(params, args, kwargs)
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
-        value, grads = self._in_parts(measure, layers, self.num_microbatches)(
-            params, *args, **kwargs
-        )
+        measure = self._in_parts(measure, layers, self.num_microbatches)
+        value, grads = measure(params, *args, **kwargs)
         updates, opt_state = self._optimizer(layers).update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
@@ -262,59 +295,53 @@ def train_step(
         batch is not among the positional arguments. Errors of `kfac.kfac` and `find_layers` pass through.
     """
     check_function(loss_fn)
-    check(
-        has_aux=has_aux,
-        fisher=fisher,
-        communication_dtype=communication_dtype,
-        num_microbatches=num_microbatches,
-    )
-    check(
+    measured = dict(fisher=fisher, communication_dtype=communication_dtype)
+    found: dict[str, Any] = dict(
         skip=skip,
         reduce=reduce,
         gradient=gradient,
         strict=strict,
-        verbose=verbose,
-        donate=donate,
     )
+    check(has_aux=has_aux, **measured, num_microbatches=num_microbatches)
+    check(**found, verbose=verbose, donate=donate)
     check_given(num_examples=num_examples, batch_argnums=batch_argnums, max_dim=max_dim)
     if "layers" in options:
         raise TypeError(
             "train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here"
         )
+    none = Layers((), ())
     try:
-        kfac(
-            learning_rate, Layers((), ()), **options
-        )  # checks the options, which it can do without layers
+        # Check the options, which needs no layers.
+        kfac(learning_rate, none, **options)
     except TypeError as error:
         raise TypeError(str(error).replace("kfac()", "train_step()")) from None
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    inverse = _chosen(Layers((), ()), options).inverse
-    # Only whole kernels have moments.
-    longest = MAX_DIM if inverse.takes_moments and max_dim is None else max_dim
-    found = dict(
-        skip=skip,
-        reduce=reduce,
-        gradient=gradient,
-        strict=strict,
-        max_dim=longest,
-        batch_argnums=batch_argnums,
-    )
+    if max_dim is None and chosen(none, **options).inverse.takes_moments:
+        # Only whole kernels have moments.
+        max_dim = MAX_DIM
+    found |= dict(max_dim=max_dim, batch_argnums=batch_argnums)
     return TrainStep(
-        loss_fn, learning_rate, has_aux, found, {"fisher": fisher, "communication_dtype": communication_dtype},
-        num_examples, num_microbatches, verbose, donate, options,
-    )  # fmt: skip
-
-
-def _strong(leaf: Any) -> Any:
-    """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
-    return (
-        lax.convert_element_type(leaf, leaf.dtype)
-        if getattr(leaf, "weak_type", False)
-        else leaf
+        loss_fn,
+        learning_rate,
+        has_aux,
+        found,
+        measured,
+        num_examples,
+        num_microbatches,
+        verbose,
+        donate,
+        options,
     )
+
+
+def _strong(leaf: jax.Array) -> jax.Array:
+    """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
+    if not getattr(leaf, "weak_type", False):
+        return leaf
+    return lax.convert_element_type(leaf, leaf.dtype)
 
 
 def _jit_with_notice(
@@ -334,23 +361,20 @@ def _jit_with_notice(
     def tell(ended):
         began = time.monotonic()
         while not ended.wait(max(5.0, time.monotonic() - began)):
-            print(
-                f"compiling {what}: {time.monotonic() - began:.0f} s so far",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"compiling {what}: {time.monotonic() - began:.0f} s so far"
+            print(line, file=sys.stderr, flush=True)
 
     @functools.wraps(function)
     def traced(*args, **kwargs):
         if verbose and jax.process_index() == 0:
-            running.append(threading.Event())
-            threading.Thread(target=tell, args=running[-1:], daemon=True).start()
+            ended = threading.Event()
+            running.append(ended)
+            threading.Thread(target=tell, args=(ended,), daemon=True).start()
         return function(*args, **kwargs)
 
     if donated:
-        del (
-            traced.__wrapped__
-        )  # otherwise JAX looks up the donated arguments in the signature of `function`
+        # Otherwise JAX looks up the donated arguments in the signature of `function`.
+        del traced.__wrapped__
     program = jax.jit(traced, donate_argnums=donated)
 
     def call(params, *args, **kwargs):
@@ -363,32 +387,23 @@ def _jit_with_notice(
     return call
 
 
-def _chosen(layers: Layers, options: dict[str, Any]) -> Chosen:
-    return chosen(
-        layers, **{name: options[name] for name in INTERVAL_OPTIONS if name in options}
-    )
-
-
 def _summary(layers: Layers, options: dict[str, Any]) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
-    inverse, every, share = _chosen(layers, options)
+    inverse, every, share = chosen(layers, **options)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
-    size, left = (
-        f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
-        for number in (within, total - within)
-    )
     part = f" of 1/{share} of the examples" if share > 1 else ""
     when = f"every {every} steps" if every > 1 else "in every step"
     count = len(layers.with_blocks)
-    size += " parameters" + f" ({left} more skipped)" * (total > within)
+    size = f"{_short(within)} parameters"
+    if total > within:
+        size += f" ({_short(total - within)} more skipped)"
     line = f"{count} layer{'s' * (count != 1)}, {size}, {type(inverse).__name__}, statistics{part} {when}"
     prices = prices_of_layers(layers, inverse, every, share)
     if not prices:
         return line
-    line += (
-        f"; in a mean step {sum(prices.values()):.2f} times the FLOPs of the gradient"
-    )
+    total_price = sum(prices.values())
+    line += f"; in a mean step {total_price:.2f} times the FLOPs of the gradient"
     name = max(prices, key=prices.__getitem__)
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:
@@ -396,22 +411,9 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     return f"{line}, {prices[name]:.2f} for {name} alone: max_dim={rows // 4} cuts its factors into smaller blocks"
 
 
-EXPENSIVE = 0.25  # from this price on, as a fraction of the whole gradient's FLOPs, the summary names a layer
+def _short(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
-def _split_argnums(
-    layers: Layers, argnums: int | Sequence[int] | None
-) -> int | Sequence[int] | None:
-    """Return the positions of the arguments that micro-batches split: `argnums` if given, otherwise as traced.
-
-    Raises:
-      ValueError: if tracing found the batch in keyword arguments.
-    """
-    if argnums is not None or not layers.batch_argnums:
-        return argnums
-    if named := [k for k in layers.batch_argnums if isinstance(k, str)]:
-        what = f"{', '.join(map(repr, named))} of it are keyword arguments"
-        raise ValueError(
-            f"num_microbatches: the batch must be in positional arguments, but {what}"
-        )
-    return [k for k in layers.batch_argnums if isinstance(k, int)]
+# From this price on, as a fraction of the whole gradient's FLOPs, the summary names a layer.
+EXPENSIVE = 0.25

@@ -1,0 +1,286 @@
+"""Define the blocks that a device holds, and bring gradients to these blocks and the steps back.
+
+There is a class for each form in which gradients come. `preconditioned_step` uses the classes' common interface.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from kfac._curvature.blocks import Group
+from kfac._curvature.inverse import finite
+from kfac._distributed.owners import Shard
+from kfac._distributed.ways import Way
+from kfac._factors import per_block
+from kfac._layers import leaves_by_path, map_by_path
+from kfac._optimizer.place import Config, PyTree, Vectors
+from kfac._optimizer.state import KfacState, shards_of
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """The settings, and the blocks that a device holds.
+
+    Attributes:
+      config: the fixed settings.
+      state: the state before the step or the `observe`.
+    """
+
+    config: Config
+    state: KfacState
+
+    @property
+    def way(self) -> Way:
+        return self.config.way
+
+    @functools.cached_property
+    def shards(self) -> dict[str, Shard]:
+        """The assignment of each Kronecker group's blocks to devices."""
+        return shards_of(self.state)
+
+    @functools.cached_property
+    def owns(self) -> Vectors:
+        """For each group `[positions]`: whether this device owns the block there; True for groups without owners."""
+        owns = {name: self.way.owns(shard) for name, shard in self.shards.items()}
+        for group in self.config.shared:
+            owns[group.name] = jnp.ones(group.size, bool)
+        return owns
+
+    def only_owned(self, name: str, stack: Array) -> Array:
+        """Set the blocks of a stack that this device does not own to zero."""
+        return jnp.where(per_block(self.owns[name], stack), stack, 0)
+
+    def stack(
+        self,
+        leaves: Mapping[str, Array],
+        groups: Iterable[Group],
+    ) -> Vectors:
+        """Return gradients or parameters as matrices `[k, d_in, d_out]`, for all blocks of some groups."""
+        matrices = {}
+        for group in groups:
+            dtype = self.state.blocks[group.name].weight.dtype
+            matrices[group.name] = group.stack_matrices(leaves, dtype)
+        return matrices
+
+    def take(self, name: str, stack: PyTree) -> PyTree:
+        """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have."""
+        return self.way.take({name: stack}, self.shards)[name]
+
+    def products(self, a: Vectors, b: Vectors) -> tuple[Array, Array]:
+        """Return the inner product of `a` and `b` over this device's own blocks, and over the blocks that all hold."""
+        owned = shared = jnp.zeros((), jnp.float32)
+        for name, x in a.items():
+            product = x * b[name]
+            if name in self.shards:
+                owned += jnp.sum(self.only_owned(name, product))
+            else:
+                shared += jnp.sum(product)
+        return owned, shared
+
+    def total_product(self, a: Vectors, b: Vectors) -> Array:
+        """Return the inner product of `a` and `b` over all devices' blocks."""
+        owned, shared = self.products(a, b)
+        return shared + self.way.total(owned)
+
+
+class Gradients(NamedTuple):
+    """Gradients, parameters or updates.
+
+    Attributes:
+      tree: a tree like the parameters, without the leaves in `stacks`. If there are stacks, a number replaces each
+        skipped leaf: 0 if the leaf is finite, otherwise NaN.
+      stacks: empty, except with `SplitGradients`. Then, for each group with owners, a list of stacks
+        `[positions, rows, d_out]`, kernels and biases apart if possible. Joined along the rows, they are
+        `[positions, d_in, d_out]`. Outside `shard_map`, the first axis covers all devices' positions.
+    """
+
+    tree: PyTree
+    stacks: Mapping[str, list[Array]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeGradients(StepContext):
+    r"""Each device has the averaged gradients of all blocks, and takes the gradients of its own blocks.
+
+    ::
+
+        gradients            own blocks          steps
+        device 0: 0 1 2 3 -- 0 1 \               / 0 1 2 3
+                                   precondition
+        device 1: 0 1 2 3 -- 2 3 /   and gather  \ 0 1 2 3
+
+    On a single device, this sends no messages. Subclasses change how gradients come and how steps go.
+    """
+
+    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
+        """Receive the gradients of the blocks that this device preconditions.
+
+        Returns:
+          The updates, averaged over devices, except for leaves that only owners precondition; the gradients as matrices
+          `[k, d_in, d_out]` by group; and the squared norm of all devices' blocks.
+        """
+        matrices = self.stack(leaves_by_path(updates.tree), self.config.groups)
+        square = jnp.zeros((), jnp.float32)
+        for x in matrices.values():
+            square += jnp.sum(x * x)
+        return updates, self.way.take(matrices, self.shards), square
+
+    def receive_params(
+        self,
+        params: Gradients,
+        groups: Iterable[Group],
+    ) -> Vectors:
+        """Return the parameters of the blocks that this device preconditions, for some groups."""
+        matrices = self.stack(leaves_by_path(params.tree), groups)
+        return self.way.take(matrices, self.shards)
+
+    def send(
+        self,
+        updates: Gradients,
+        steps: Vectors,
+        usable: Array,
+    ) -> tuple[Gradients, Array]:
+        """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
+        groups = self.config.groups
+        owned = {name: steps[name] for name in self.shards}
+        steps = steps | self.way.gather(owned, self.shards)
+        starts = starts_of(groups)
+        if self.way.alone and self.config.moves.set_lengths:
+            usable, steps, starts = lax.platform_dependent(
+                usable,
+                steps,
+                starts,
+                cpu=_if_usable,
+                default=lambda *same: same,
+            )
+        tree, narrowed = _split(updates.tree, groups, steps, starts)
+        return Gradients(tree), usable & all_finite(narrowed)
+
+
+class LocalGradients(WholeGradients):
+    r"""Each device has the gradients of its share of the batch. They are averaged on the way to the owners.
+
+    ::
+
+        gradients            own blocks          steps
+        device 0: 0 1 2 3 \ / 0 1 \               / 0 1 2 3
+                           mean      precondition
+        device 1: 0 1 2 3 / \ 2 3 /   and gather  \ 0 1 2 3
+    """
+
+    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
+        leaves = leaves_by_path(updates.tree)
+        rest = {p: x for p, x in leaves.items() if p not in self.config.owned_paths}
+        # A single message for the leaves that all devices precondition.
+        leaves |= self.way.mean(rest)
+        tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
+        matrices = self.stack(leaves, self.config.groups)
+        owned = {name: matrices[name] for name in self.shards}
+        matrices |= self.way.means(owned, self.shards)
+        return Gradients(tree), matrices, self.total_product(matrices, matrices)
+
+
+class SplitGradients(WholeGradients):
+    """Over a mesh, XLA brings the averaged gradients of each block to its owner only, and the steps back.
+
+    ::
+
+        gradients      own blocks               steps
+        device 0: 0 1 -- 0 1 -- precondition -- 0 1
+        device 1: 2 3 -- 2 3 -- precondition -- 2 3
+    """
+
+    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
+        matrices = self.receive_params(updates, self.config.groups)
+        return updates, matrices, self.total_product(matrices, matrices)
+
+    def receive_params(
+        self,
+        params: Gradients,
+        groups: Iterable[Group],
+    ) -> Vectors:
+        shared = [group for group in groups if not group.owned]
+        matrices = self.stack(leaves_by_path(params.tree), shared)
+        for name, parts in params.stacks.items():
+            dtype = self.state.blocks[name].weight.dtype
+            matrices[name] = jnp.concatenate(parts, axis=1).astype(dtype)
+        return matrices
+
+    def send(
+        self,
+        updates: Gradients,
+        steps: Vectors,
+        usable: Array,
+    ) -> tuple[Gradients, Array]:
+        shared = self.config.shared
+        tree, narrowed = _split(updates.tree, shared, steps, starts_of(shared))
+        stacks = {}
+        for name, old in updates.stacks.items():
+            ends = np.cumsum([x.shape[1] for x in old])
+            parts = jnp.split(steps[name], ends[:-1], axis=1)
+            stacks[name] = [x.astype(y.dtype) for x, y in zip(parts, old, strict=True)]
+            for x in stacks[name]:
+                if x.dtype != steps[name].dtype:
+                    narrowed.append(self.only_owned(name, x))
+        return Gradients(tree, stacks), usable & all_finite(narrowed)
+
+
+def all_finite(leaves: Iterable[Array], also: Array | bool = True) -> Array:
+    """Return whether all numbers in the leaves are finite, and `also` is true."""
+    flags = [finite(leaf, 0) for leaf in leaves]
+    return jnp.all(also & jnp.stack([jnp.array(True), *flags]))
+
+
+def starts_of(groups: Iterable[Group]) -> dict[int, Array]:
+    """Return the starts for `Group.split_matrices`."""
+    return {start: jnp.int32(start) for group in groups for start in group.starts}
+
+
+def _split(
+    tree: PyTree,
+    groups: Iterable[Group],
+    steps: Vectors,
+    starts: Mapping[int, Array],
+) -> tuple[PyTree, list[Array]]:
+    """Put the steps of some groups into a tree of gradients.
+
+    Returns:
+      The tree, and its leaves with a narrower dtype than the steps. A finite step may be too large for this dtype.
+    """
+    new: dict[str, Array] = {}
+    for group in groups:
+        new |= group.split_matrices(steps[group.name], starts)
+    narrowed = []
+
+    def replace(path, leaf):
+        if path not in new:
+            return leaf
+        step = new[path].astype(leaf.dtype)
+        if step.dtype != new[path].dtype:
+            narrowed.append(step)
+        return step
+
+    return map_by_path(replace, tree), narrowed
+
+
+def _if_usable(usable: Array, *stacks: PyTree) -> PyTree:
+    """Return the arguments if the step is usable, otherwise zeros.
+
+    Without this `cond`, XLA for CPUs would compile the step length computation again for each leaf that is cut from a
+    stack. If it knew the starts, it would also compile each cut separately.
+    """
+    return lax.cond(usable, lambda x: x, optax.tree.zeros_like, (usable, *stacks))
+
+
+def join(vectors: Iterable[Array]) -> Array:
+    """Concatenate a zero and all groups' numbers, so that a single kernel can reduce them."""
+    # Without the barrier, XLA reduces the parts separately.
+    return lax.optimization_barrier(jnp.concatenate([jnp.zeros(1, bool), *vectors]))
