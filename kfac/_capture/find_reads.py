@@ -21,8 +21,9 @@ from kfac._capture import axes as axes_lib
 from kfac._capture import primitives
 from kfac._capture.axes import Atom, Axes
 from kfac._capture.equations import SUMS
-from kfac._capture.primitives import Follow, Read, broadcast_axes
+from kfac._capture.form_rules import Follow, broadcast_axes
 from kfac._capture.program import Op, Program, Value
+from kfac._capture.read_rules import Read
 from kfac._capture.states import (
     NONE,
     Data,
