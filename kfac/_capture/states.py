@@ -18,11 +18,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes
+from kfac._capture.axes import Atom, Axes, Axis
 from kfac._capture.examples import positions_of_examples
 from kfac._capture.program import Op, Value
 from kfac._capture.read_rules import Read
@@ -30,6 +30,7 @@ from kfac._layers import Layout
 
 Leaves = frozenset[int]
 NONE: Leaves = frozenset()
+Ops = frozenset[Op]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +53,38 @@ class Data:
     """
 
     output: Output | None = None
-    shared: frozenset[Op] = frozenset()
+    shared: Ops = frozenset()
     leaves: ClassVar[Leaves] = NONE
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
+    """A parameter leaf, or a box in it, in another form.
+
+    Attributes:
+      leaf: the leaf.
+      shape: the leaf's shape.
+      axes: the view's axes.
+      start: for each leaf axis, the view's first entry, which is not 0 in some slices.
+      stack: for each scan around, the atoms it iterates over, if any.
+      scaled: whether it is multiplied by an array without an axis of examples.
+      uniform: False if it is scaled by anything but numbers.
+      mixed: whether it is scaled by an array that depends on the batch.
+      inexact: why a product with it has no exact rows; empty otherwise.
+      beside: other leaves that it depends on. These have no exact rows.
+    """
+
     leaf: int
-    shape: tuple[int, ...]  # the leaf's shape
+    shape: tuple[int, ...]
     axes: Axes
-    start: tuple[
-        int, ...
-    ]  # for each leaf axis, the view's first entry: nonzero in a slice
-    stack: tuple[
-        axes_lib.Axis, ...
-    ] = ()  # for each scan around, the atoms it iterates over, if any
+    start: tuple[int, ...]
+    stack: tuple[Axis, ...] = ()
     scaled: bool = False
-    uniform: bool = True  # False if scaled by anything but numbers
-    mixed: bool = False  # scaled by an array that depends on the batch
-    inexact: str = ""  # why a product with it has no exact rows; empty otherwise
-    beside: Leaves = NONE  # other leaves that it depends on; these have no exact rows
-    shared: ClassVar[frozenset[Op]] = frozenset()
+    uniform: bool = True
+    mixed: bool = False
+    inexact: str = ""
+    beside: Leaves = NONE
+    shared: ClassVar[Ops] = frozenset()
 
     @property
     def leaves(self) -> Leaves:
@@ -81,20 +93,48 @@ class View:
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
         """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
-        return axes_lib.picks(
-            self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes))
-        )
+        atoms = axes_lib.atoms_of(self.stack + self.axes)
+        return axes_lib.picks(self.shape, self.start, atoms)
 
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
+    """An array computed from parameters.
+
+    Attributes:
+      leaves: the parameters.
+      how: the operation that combines them.
+      repeated: whether it is broadcast over examples or positions.
+    """
+
     leaves: Leaves
     how: str
-    repeated: bool = False  # broadcast over examples or positions
-    shared: ClassVar[frozenset[Op]] = frozenset()
+    repeated: bool = False
+    shared: ClassVar[Ops] = frozenset()
 
 
 State = Data | View | Derived
+
+
+def leaves_of(states: Iterable[State]) -> Leaves:
+    return NONE.union(*(state.leaves for state in states))
+
+
+def shared_by(states: Iterable[State]) -> Ops:
+    """Return the late uses from whose results the states are computed."""
+    return Ops().union(*(state.shared for state in states))
+
+
+class Joined(NamedTuple):
+    """The use to whose result a bias or shift is added.
+
+    Attributes:
+      op: the op of the use.
+      pairs: pairs of corresponding atoms, first in the bias or shift, second in the leaf of the use.
+    """
+
+    op: Op
+    pairs: tuple[tuple[Atom, Atom], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +145,7 @@ class Use:
       read: how the operation reads the leaf.
       view: the leaf, in the form in which the operation reads it.
       op: the operation.
-      joined: for a bias or shift, the op of the use whose result it is added to, and the pairs of corresponding atoms
-        in the two leaves.
+      joined: for a bias or shift, the use to whose result it is added.
       late: whether the use reads rows that all examples share. The examples then meet its result in a later operation;
         `for_all` gives the use its axis of examples.
       dropped: whether the use does not count, because it acts on constants only, as a penalty does.
@@ -115,7 +154,7 @@ class Use:
     read: Read
     view: View
     op: Op
-    joined: tuple[Op, tuple[tuple[Atom, Atom], ...]] | None = None
+    joined: Joined | None = None
     late: bool = False
     dropped: bool = False
 
@@ -129,21 +168,21 @@ class Use:
 
     @property
     def scanned(self) -> tuple[Atom, ...]:
-        return tuple(atom for axis in self.view.stack for atom in axis)
+        return tuple(axes_lib.flatten(self.view.stack))
 
     @property
     def copies(self) -> tuple[Atom, ...]:
         """The leaf's atoms that hold independent copies of a kernel."""
-        return (*self.picked, *self.scanned, *self.read.batched)
+        return self.picked + self.scanned + self.read.batched
 
     def levels(self, examples: bool = False) -> list[tuple[Op, bool]]:
         """Return each scan around the use, and whether it iterates over the leaf.
 
         With `examples`, a scan over examples counts as well.
         """
-        pairs = zip(self.op.loops, self.view.stack, strict=True)
         return [
-            (loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs
+            (loop, bool(atoms) or (examples and loop.longer))
+            for loop, atoms in zip(self.op.loops, self.view.stack, strict=True)
         ]
 
     @property
@@ -154,37 +193,38 @@ class Use:
     @property
     def reads(self) -> int:
         """How often each example reads the parameter. Iterations over examples do not add to the number."""
-        return math.prod(
-            loop.length for loop, iterates in self.levels(examples=True) if not iterates
-        )
+        return self._repeats(examples=True)
 
     @property
     def times(self) -> int:
         """How often the parameter is read: once for each iteration that shares it."""
-        return math.prod(
-            loop.length for loop, iterates in self.levels() if not iterates
-        )
+        return self._repeats(examples=False)
+
+    def _repeats(self, examples: bool) -> int:
+        levels = self.levels(examples)
+        return math.prod(loop.length for loop, iterates in levels if not iterates)
 
     @property
     def rows(self) -> int:
         """The number of rows: the positions of all examples, in all iterations that share the parameter."""
-        return self.times * math.prod(
-            atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf
-        )
+        count = self.times
+        for atom in axes_lib.flatten(self.read.y_axes):
+            if not atom.of_leaf:
+                count *= atom.size
+        return count
 
     def for_all(self, n: int) -> Use:
         """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
         if not self.late:
             return self
         read, axis = self.read, axes_lib.examples(n)
+        new = len(axis)
+        rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
         read = dataclasses.replace(
             read,
             x_axes=(axis, *read.x_axes),
             y_axes=(axis, *read.y_axes),
-            rows=(
-                *((0, 0) for _ in axis),
-                *((y + len(axis), x + len(axis)) for y, x in read.rows),
-            ),
+            rows=tuple(rows),
         )
         return dataclasses.replace(self, read=read, late=False)
 
@@ -194,26 +234,29 @@ class Use:
         Examples that enclosing scans iterate over are left out. The result is None if not all examples are there, or if
         they are out of order.
         """
-        along = [loop.along for loop in self.op.loops]
+        if n is None:
+            return None
+        along = tuple(loop.along for loop in self.op.loops)
+        positions = positions_of_examples(along + self.for_all(n).read.y_axes, n)
+        if positions is None:
+            return None
         in_loops = len(axes_lib.flatten(along))
-        positions = (
-            None
-            if n is None
-            else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
-        )
-        slowest = (
-            [] if positions is None else sorted(p for p in positions if p < in_loops)
-        )
-        if positions is None or list(positions[: len(slowest)]) != slowest:
-            return None  # or a scan iterates over a faster part of the examples than its body holds
-        return tuple(p - in_loops for p in positions[len(slowest) :])
+        outer = [p for p in positions if p < in_loops]
+        # A scan may iterate over a faster part of the examples than its body holds.
+        if list(positions[: len(outer)]) != sorted(outer):
+            return None
+        return tuple(p - in_loops for p in positions[len(outer) :])
 
     @property
     def roles(self) -> dict[Atom, str]:
         """Each kernel atom's role: `"in"`, `"out"` or `"stack"`."""
-        roles = {atom: "in" for atom in axes_lib.atoms_of(self.read.x_axes)}
-        roles |= {atom: "out" for atom in axes_lib.atoms_of(self.read.y_axes)}
-        return roles | {atom: "stack" for atom in self.copies}
+        inputs = axes_lib.atoms_of(self.read.x_axes)
+        outputs = axes_lib.atoms_of(self.read.y_axes)
+        return {
+            **dict.fromkeys(inputs, "in"),
+            **dict.fromkeys(outputs, "out"),
+            **dict.fromkeys(self.copies, "stack"),
+        }
 
     @property
     def layout(self) -> Layout:
@@ -230,7 +273,7 @@ class Use:
 
 def by_part(uses: Sequence[Use]) -> list[list[Use]]:
     """Group uses by the part of the leaf that they read. Usually there is a single group, for the whole leaf."""
-    parts: dict[Any, list[Use]] = collections.defaultdict(list)
+    parts: dict[tuple[int, ...], list[Use]] = collections.defaultdict(list)
     for use in uses:
         parts[use.view.start].append(use)
     return list(parts.values())
