@@ -12,13 +12,12 @@ from collections.abc import Sequence
 
 from kfac._capture import axes as axes_lib
 from kfac._capture import shared_rows, uses
-from kfac._capture.derived import derive
+from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.findings import Inexact as Inexact
-from kfac._capture.form_rules import Follow, broadcast_axes
+from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Program, Value
-from kfac._capture.read_rules import Read
 from kfac._capture.states import (
     Data,
     Derived,
@@ -42,7 +41,7 @@ class Reads(Findings):
     4. All inputs are data (`_output_after`).
     5. The op is a product (`uses.product`).
     6. A single input depends on parameters, and it is a view (`_of_one`).
-    7. Otherwise, parameters are combined in a way without exact rows (`derive`).
+    7. Otherwise, parameters are combined in a way without exact rows (`uses.derive`).
 
     Each of these functions returns states, and may record a `Use` or an `Inexact`.
     """
@@ -95,7 +94,7 @@ class Reads(Findings):
             results = self._of_one(op, params[0], states)
             if results is not None:
                 return results
-        return [derive(self, op, states)] * len(op.outputs)
+        return [uses.derive(self, op, states)] * len(op.outputs)
 
     def _output_after(self, op: Op, states: Sequence[State]) -> Output | None:
         """Return the layer's output that the result of an op on data still is, or None if it is no output."""

@@ -1,46 +1,109 @@
-"""Define how each JAX primitive treats a parameter, in one table.
+"""Define how each JAX primitive treats a parameter, in two tables.
 
-The rules in the tables distinguish two cases:
+The rules distinguish two cases:
 
-- `Follow`: the operation only changes the parameter's form. The capture keeps following its axes (`form_rules.py`).
-- `Read`: the operation combines the parameter with data, and its per-example gradients are known (`read_rules.py`).
+- `Follow`: the operation only changes the parameter's form. The capture keeps following its axes (`MOVES`).
+- `Read`: the operation combines the parameter with data, and its per-example gradients are known (`READS`).
 
 Any other operation computes a new array from the parameter. This is harmless if the array only enters a weight penalty.
 If the array meets data, the parameter gets gradient factors.
 
-To support another primitive, write a function like `read_rules._product` and enter it in `read_rules.RULES`. Add a
-product's name to `PRODUCTS` as well. A change in form goes into `form_rules.MOVES`.
+To support another primitive, write a function like `_read_product` and enter it in `READS`. Add a product's name to
+`PRODUCTS` as well. A change in form goes into `axis_rules.MOVES`.
 
 The capture looks inside calls, remats and scans before it asks these tables (`equations.called`). `register_primitive`
-adds operations that users define. `placed` and `indexed` follow the axes of data (`data_rules.py`).
+adds operations that users define. `placed` and `indexed` follow the axes of data.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.lax import GatherScatterMode
 
-from kfac._capture.axes import Axes
-from kfac._capture.data_rules import indexed as indexed
-from kfac._capture.data_rules import placed as placed
-from kfac._capture.equations import IDENTITIES, called, name_of, registered
-from kfac._capture.form_rules import MOVES, Follow, cast, same_form
-from kfac._capture.parameters import Variable, array_type, shapes
-from kfac._capture.read_rules import PRODUCTS, RULES, MaybeRead, Read
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import (
+    Atom,
+    Axes,
+    Axis,
+    foreign,
+    is_broadcast,
+    mixed,
+    remaining,
+    take,
+)
+from kfac._capture.axis_rules import MOVES, Follow, broadcast_axes, cast, same_form
+from kfac._capture.axis_rules import indexed as indexed
+from kfac._capture.axis_rules import placed as placed
+from kfac._capture.equations import IDENTITIES, SUMS, called, name_of, registered
+from kfac._capture.parameters import Variable, array_type, parameter, shapes
+from kfac._statistics.convolution import Convolution
+from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
 # Elementwise operations, whose operands broadcast to the result's shape.
 ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
     "add_any": lax.add,
     **{name: getattr(lax, name) for name in _ELEMENTWISE},
 }
+DENSE = Dense()
+# The dimension numbers of `lax.ragged_dot`.
+_RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
-Meaning = Follow | MaybeRead
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """An operation that combines a parameter with data, with all facts that a tap needs.
+
+    Attributes:
+      op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
+      name: the primitive's name, or the registered operation's name.
+      operand: the parameter's position among the inputs.
+      other: the data's position among the inputs.
+      x_axes: axes for the data (dense), its patches (conv), the row counts (embedding) or the result (elementwise).
+        Axes that the kernel shares, contracted or batched, consist of leaf atoms.
+      y_axes: the result's axes. An atom outside the leaf holds examples or is foreign.
+      dtype: dtype in which sums over rows are accumulated.
+      batched: leaf atoms on a batch axis. Their entries are independent copies of the kernel.
+      rows: pairs `(p, q)`: atom `p` of `y_axes` holds the same examples or positions as atom `q` of `x_axes`. Both are
+        counted over all atoms.
+      geometry: converts the data to the normal form.
+      sign: -1 if the parameter is subtracted, otherwise 1.
+      divides: whether the operation is a division.
+      groups: in a ragged product, the position of the input with the group sizes. Each copy of the kernel reads a group
+        of consecutive rows.
+    """
+
+    op: str
+    name: str
+    operand: int
+    other: int
+    x_axes: Axes
+    y_axes: Axes
+    dtype: Any
+    batched: tuple[Atom, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
+    geometry: Geometry = DENSE
+    sign: int = 1
+    divides: bool = False
+    groups: int | None = None
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+# A string is the reason why this operand has no exact statistics. None: the rules do not cover this use of the operand.
+Meaning = Follow | Read | str | None
+# A rule takes an equation, the parameter's position among its inputs, the parameter's axes, and all inputs' axes as
+# data. In the last argument it only uses the axes of the other input.
+Rule = Callable[[JaxprEqn, int, Axes, Sequence[Axes]], Meaning]
 
 
 def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
@@ -51,10 +114,6 @@ def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
       operand: the parameter's position among the inputs.
       axes: the parameter's axes.
       data: the axes of all inputs as data.
-
-    Returns:
-      How the equation changes the parameter's form or reads the parameter. A string is the reason why this operand has
-      no exact statistics. None: the rules do not cover this use of the operand.
 
     Raises:
       ValueError: the equation is a registered operation, and its `like` is not a single operation on its inputs.
@@ -69,8 +128,8 @@ def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
         return cast(eqn, axes)
     if name == "neg":  # `find_reads` counts it as a scale of -1
         return same_form(axes)
-    if name in RULES:
-        return RULES[name](eqn, operand, axes, data)
+    if name in READS:
+        return READS[name](eqn, operand, axes, data)
     return None
 
 
@@ -80,6 +139,212 @@ def is_product(eqn: JaxprEqn) -> bool:
     if callable(like):
         eqn, _ = _single(eqn, like)
     return eqn.primitive.name in PRODUCTS
+
+
+def _read(
+    eqn: JaxprEqn, operand: int, op: str, x_axes: Axes, y_axes: Axes, **more: Any
+) -> Read:
+    """Build the `Read` of an operation on two arrays.
+
+    Sums over rows are accumulated in the widest accumulator dtype among inputs and results.
+    """
+    arrays = map(array_type, (*eqn.invars[:2], *eqn.outvars))
+    dtype = jnp.result_type(*(accumulator(array.dtype) for array in arrays))
+    name = eqn.primitive.name
+    return Read(op, name, operand, 1 - operand, x_axes, y_axes, dtype, **more)
+
+
+def _read_elementwise(
+    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Read:
+    """Read an elementwise sum, difference, product or quotient of two arrays."""
+    name, shape = eqn.primitive.name, shapes(eqn.invars)[operand]
+    y_axes = broadcast_axes(axes, shape, shapes(eqn.outvars)[0])
+    sign = -1 if name == "sub" and operand == 1 else 1
+    op = "add" if name in SUMS else "mul"
+    divides = name == "div"
+    return _read(eqn, operand, op, y_axes, y_axes, sign=sign, divides=divides)
+
+
+def _read_product(
+    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
+    """Read a matrix product with a kernel. Return None for a broadcast kernel, which is an activation."""
+    other = 1 - operand
+    if jnp.issubdtype(array_type(eqn.invars[other]).dtype, jnp.complexfloating):
+        return (
+            "it is multiplied with complex data, whose statistics are not implemented"
+        )
+    contract, batch = parameter(eqn, "dimension_numbers")
+    x_axes, x_batch = list(data[other]), batch[other]
+    w_free = remaining(len(axes), (*contract[operand], *batch[operand]))
+    x_free = remaining(len(x_axes), (*contract[other], *x_batch))
+    if is_broadcast(take(axes, (*contract[operand], *w_free))):
+        return None
+    shared = zip(
+        (*contract[operand], *batch[operand]), (*contract[other], *x_batch), strict=True
+    )
+    for w_position, x_position in shared:
+        # Along a broadcast batch axis, all entries share one kernel.
+        if not is_broadcast([axes[w_position]]):
+            x_axes[x_position] = axes[w_position]
+    free = [take(x_axes, x_free)]
+    free.insert(operand, take(axes, w_free))
+    batch_axes = take(x_axes, x_batch)
+    y_axes = sum(free, batch_axes)
+    return _read(
+        eqn,
+        operand,
+        "dense",
+        tuple(x_axes),
+        y_axes,
+        batched=tuple(axes_lib.atoms_of(batch_axes)),
+        rows=_rows(y_axes, x_axes, (*x_batch, *x_free)),
+    )
+
+
+def _read_ragged_product(
+    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
+    """Read `lax.ragged_dot`, which multiplies each group of rows by a separate kernel."""
+    numbers = parameter(eqn, "ragged_dot_dimension_numbers")
+    if numbers != _RAGGED_DOT or len(data[0]) != 2:
+        return "of ragged products only those of lax.ragged_dot have statistics, whose groups are of rows of the data"
+    groups = axes[0]
+    in_order = list(groups) == sorted(groups, key=lambda atom: atom.memory_order)
+    flipped = any(atom.flipped for atom in groups)
+    if operand != 1 or is_broadcast(axes) or not in_order or flipped:
+        return "the kernels of its groups are not in the order of the parameter"
+    rows = data[0][0]
+    return _read(
+        eqn,
+        operand,
+        "dense",
+        (rows, axes[1]),
+        (rows, axes[2]),
+        batched=groups,
+        rows=tuple((k, k) for k in range(len(rows))),
+        groups=2,
+    )
+
+
+def _rows(
+    y_axes: Axes, x_axes: Sequence[Axis], order: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return `Read.rows`. `order` lists the axes of `x_axes` that hold rows, in the result's order."""
+    starts = [0, *itertools.accumulate(map(len, x_axes))]
+    in_x = []
+    for k in order:
+        in_x += _foreign_atoms(x_axes[k], starts[k])
+    in_y = _foreign_atoms(axes_lib.flatten(y_axes))
+    return tuple(zip(in_y, in_x, strict=True))
+
+
+def _foreign_atoms(atoms: Sequence[Atom], start: int = 0) -> list[int]:
+    """Return the positions of the atoms that are not the leaf's. The first atom has the position `start`."""
+    return [k for k, atom in enumerate(atoms, start) if not atom.of_leaf]
+
+
+def _read_convolution(
+    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Meaning:
+    """Read a convolution's kernel.
+
+    Channel groups are independent copies: each group reads its own input channels and writes its own output channels.
+    """
+    if operand == 0:
+        return "it is the image of a convolution, not its kernel"
+    if is_broadcast(axes):
+        return "a broadcast kernel"
+    batch_groups = parameter(eqn, "batch_group_count")
+    if batch_groups != 1:
+        return f"batch_group_count={batch_groups} is not supported"
+    numbers = parameter(eqn, "dimension_numbers")
+    out_channel, in_channel, *window = numbers.rhs_spec
+    image_axis, channel_axis, *positions = numbers.out_spec
+    (out,), (lhs, kernel) = shapes(eqn.outvars), shapes(eqn.invars)
+    groups, channels = parameter(eqn, "feature_group_count"), out[channel_axis]
+    split = axes_lib.reshape((axes[out_channel],), (groups, channels // groups))
+    if split is None:
+        return f"feature_group_count={groups} cuts across axes of the parameter"
+    group, outputs = split
+    images = data[0][numbers.lhs_spec[0]]
+    if len(images) > 1:  # patches have their images on a single atom
+        images = mixed(lhs[numbers.lhs_spec[0]])
+    y_axes = list(map(foreign, out))
+    # The patches have these axes: images, positions in `out_spec` order, window, channels.
+    x_axes = (
+        images,
+        *take(y_axes, positions),
+        *take(axes, window),
+        group + axes[in_channel],
+    )
+    y_axes[image_axis], y_axes[channel_axis] = images, group + outputs
+    row_axes = [image_axis, *positions]
+    order = sorted(range(len(row_axes)), key=row_axes.__getitem__)
+    geometry = Convolution(
+        spec=tuple(numbers.lhs_spec),
+        window=tuple(kernel[k] for k in window),
+        strides=tuple(parameter(eqn, "window_strides")),
+        padding=tuple(map(tuple, parameter(eqn, "padding"))),
+        lhs_dilation=tuple(parameter(eqn, "lhs_dilation")),
+        rhs_dilation=tuple(parameter(eqn, "rhs_dilation")),
+        out=tuple(out[k] for k in positions),
+    )
+    return _read(
+        eqn,
+        operand,
+        "conv",
+        x_axes,
+        tuple(y_axes),
+        batched=group,
+        rows=_rows(tuple(y_axes), x_axes, order),
+        geometry=geometry,
+    )
+
+
+def _read_lookup(
+    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+) -> Read | None:
+    """Read a gather that takes one whole table row per index. Return None for any other gather."""
+    numbers, sizes = parameter(eqn, "dimension_numbers"), parameter(eqn, "slice_sizes")
+    (table, _), (out,) = shapes(eqn.invars), shapes(eqn.outvars)
+    collapsed, index_map = numbers.collapsed_slice_dims, numbers.start_index_map
+    cut = [k for k, size in enumerate(sizes) if size != table[k]]
+    taken = cut or list(collapsed)
+    if operand != 0 or len(taken) != 1 or is_broadcast(axes):
+        return None
+    (row_axis,) = taken
+    whole_rows = sizes[row_axis] == 1 and set(collapsed) <= {row_axis}
+    if not whole_rows or row_axis not in index_map or numbers.operand_batching_dims:
+        return None
+    mode = parameter(eqn, "mode")
+    drops = mode == GatherScatterMode.FILL_OR_DROP
+    in_bounds = drops or mode == GatherScatterMode.PROMISE_IN_BOUNDS
+    # With CLIP, a slice as long as its axis always starts at 0, so the index may have other components as well.
+    single = in_bounds and len(index_map) == 1
+    if not single and mode != GatherScatterMode.CLIP:
+        return None
+    if len(numbers.offset_dims) == len(out):
+        return None
+    row = list(axes)
+    row[row_axis] = ()
+    kept = take(row, remaining(len(row), collapsed))
+    y_axes = axes_lib.insert(data[1][:-1], numbers.offset_dims, kept)
+    geometry = Lookup(table[row_axis], tuple(index_map).index(row_axis), drops)
+    return _read(eqn, 0, "embedding", (axes[row_axis],), y_axes, geometry=geometry)
+
+
+READS: dict[str, Rule] = {
+    **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _read_elementwise),
+    "dot_general": _read_product,
+    "conv_general_dilated": _read_convolution,
+    "gather": _read_lookup,
+    "ragged_dot_general": _read_ragged_product,
+}
+
+
+# -- registered operations ---------------------------------------------------------------------------------------------
 
 
 def _single(

@@ -24,8 +24,8 @@ from typing import ClassVar, NamedTuple
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, Axis
 from kfac._capture.examples import positions_of_examples
+from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Value
-from kfac._capture.read_rules import Read
 from kfac._layers import Layout
 
 Leaves = frozenset[int]
