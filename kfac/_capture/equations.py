@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.typing import ArrayLike
 
 from kfac._capture.parameters import (
     CALLS,
@@ -81,7 +80,7 @@ def shardings(eqn: JaxprEqn) -> tuple[Sequence[MaybeSharding], Sequence[MaybeSha
 
 
 def evaluate(
-    within: Jaxpr, eqn: JaxprEqn, values: Sequence[ArrayLike]
+    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Evaluate an equation of the jaxpr `within` through the public `jaxpr_as_fun`."""
     variables = {}
@@ -100,7 +99,7 @@ def evaluate(
 
 
 def evaluate_multiplier(
-    within: Jaxpr, eqn: JaxprEqn, values: Sequence[ArrayLike]
+    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Evaluate an equation on the multiplier of a parameter, which takes the parameter's place in `values`.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
 Variable = Var | Literal
 
@@ -116,6 +117,11 @@ def parameter(eqn: JaxprEqn, name: str) -> Any:
     return eqn.params[name]
 
 
+def chosen(eqn: JaxprEqn, names: Sequence[str]) -> dict[str, Any]:
+    """Return some of an equation's parameters, by name."""
+    return {name: parameter(eqn, name) for name in names}
+
+
 class Scan(NamedTuple):
     """The roles of a scan's operands: constants come first, then the carry, then the sliced arrays.
 
@@ -133,6 +139,15 @@ class Scan(NamedTuple):
     def last(self) -> int:
         """The position of the first sliced operand."""
         return self.consts + self.carried
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Split constants, carry and sliced arrays."""
+        carried = operands[self.consts : self.last]
+        return (
+            list(operands[: self.consts]),
+            list(carried),
+            list(operands[self.last :]),
+        )
 
 
 def scan(eqn: JaxprEqn) -> Scan | None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.typing import ArrayLike
 
 from kfac._capture import equations, parameters, primitives
 from kfac._capture.axes import Axes, Axis
@@ -129,7 +128,7 @@ class Op:
         """Whether the op is a matrix product or convolution, or is registered as similar to either."""
         return primitives.is_product(self.eqn)
 
-    def compute(self, values: Sequence[ArrayLike]) -> list[jax.Array]:
+    def compute(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)
 
@@ -152,7 +151,7 @@ class Program:
     """
 
     inputs: list[Value]
-    consts: dict[Value, Any]
+    consts: dict[Value, jax.Array]
     ops: list[Op]
     outputs: list[Value]
     around: tuple[Op, ...] = ()
@@ -184,6 +183,10 @@ class Program:
             results = visit(op, list(map(read, op.inputs)))
             env.update(zip(op.outputs, results, strict=True))
         return list(map(read, self.outputs))
+
+    def constant(self, value: Value) -> jax.Array:
+        """Return a constant or a literal itself."""
+        return self.consts.get(value, value.number)
 
     def axes_averaged_over(self) -> tuple[str, ...]:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
