@@ -260,11 +260,13 @@ def with_rows(axes: Axes, rows: Axes) -> Axes:
 
 def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
     """Cut two lists of atoms into pairs of equal size. Return None if the sizes do not divide or the totals differ."""
-    left, right = list(a), list(b)
+    left = list(a)
+    right = list(b)
     pairs = []
     while left and right:
         size = min(left[0].size, right[0].size)
-        first, second = _split_off(left, size), _split_off(right, size)
+        first = _split_off(left, size)
+        second = _split_off(right, size)
         if first is None or second is None:
             return None
         pairs.append((first, second))

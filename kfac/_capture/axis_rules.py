@@ -7,7 +7,7 @@ of its only array. It returns the results' axes, or None if they cannot be follo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,7 +25,14 @@ from kfac._capture.axes import (
     remaining,
     take,
 )
-from kfac._capture.parameters import REDUCTIONS, Shape, array_type, parameter, shapes
+from kfac._capture.parameters import (
+    REDUCTIONS,
+    Shape,
+    array_type,
+    parameter,
+    result_shape,
+    shapes,
+)
 
 
 class Follow(NamedTuple):
@@ -51,22 +58,18 @@ def cast(eqn: JaxprEqn, axes: Axes) -> Follow | None:
 
 
 def broadcast_axes(
-    axes: Sequence[Axis], shape: Sequence[int], total: Sequence[int]
-) -> Axes:
-    """Return an operand's axes after an elementwise operation has broadcast it from `shape` to `total`."""
-    if len(shape) != len(total):  # a scalar has no axes
-        return tuple(map(foreign, total))
-    return _broadcast_to(total, range(len(total)), axes, shape)
-
-
-def _broadcast_to(
-    total: Sequence[int],
-    positions: Sequence[int],
-    axes: Sequence[Axis],
+    axes: Axes,
     shape: Sequence[int],
+    total: Sequence[int],
+    positions: Iterable[int] | None = None,
 ) -> Axes:
-    """Return the axes of an array of shape `total`, at whose `positions` the operand's axes are broadcast."""
+    """Return an operand's axes after it has been broadcast from `shape` to `total`.
+
+    `positions` says which of the result's axes they become. None: all, or none of them if the operand is a scalar.
+    """
     result = list(map(foreign, total))
+    if positions is None:
+        positions = range(len(shape))
     for k, axis, size in zip(positions, axes, shape, strict=True):
         if size == total[k]:
             result[k] = axis
@@ -75,12 +78,12 @@ def _broadcast_to(
 
 def _broadcast(eqn: JaxprEqn, axes: Axes) -> Follow:
     positions = parameter(eqn, "broadcast_dimensions")
-    total, shape = shapes(eqn.outvars)[0], shapes(eqn.invars)[0]
-    return same_form(_broadcast_to(total, positions, axes, shape))
+    shape = shapes(eqn.invars)[0]
+    return same_form(broadcast_axes(axes, shape, result_shape(eqn), positions))
 
 
 def _reshape(eqn: JaxprEqn, axes: Axes) -> Follow | None:
-    result = axes_lib.reshape(axes, shapes(eqn.outvars)[0])
+    result = axes_lib.reshape(axes, result_shape(eqn))
     return None if result is None else same_form(result)
 
 
@@ -109,52 +112,36 @@ def _slice(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     strides = parameter(eqn, "strides")
     if strides is not None and any(step != 1 for step in strides):
         return None
-    return _follow_boxes(axes, [parameter(eqn, "start_indices")], shapes(eqn.outvars))
+    starts = parameter(eqn, "start_indices")
+    result: Axes = ()
+    moves: Moves = ()
+    for cut in map(axes_lib.cut, axes, starts, result_shape(eqn)):
+        if cut is None:
+            return None
+        axis, skipped = cut
+        result += (axis,)
+        moves += skipped
+    return Follow((result,), (moves,))
 
 
 def _split(eqn: JaxprEqn, axes: Axes) -> Follow | None:
-    return _follow_pieces(eqn, axes, parameter(eqn, "sizes"))
-
-
-def _unstack(eqn: JaxprEqn, axes: Axes) -> Follow | None:
-    pieces = _follow_pieces(eqn, axes, [1] * len(eqn.outvars))
-    if pieces is None:
-        return None
-    axis = parameter(eqn, "axis")
-    without = tuple(part[:axis] + part[axis + 1 :] for part in pieces.axes)
-    return pieces._replace(axes=without)
-
-
-def _follow_pieces(eqn: JaxprEqn, axes: Axes, sizes: Sequence[int]) -> Follow | None:
-    """Follow an array that is cut into pieces of these sizes along an axis."""
-    axis, (shape,) = parameter(eqn, "axis"), shapes(eqn.invars)
-    starts, pieces = [], []
-    position = 0
+    """Follow a split or unstack along an axis."""
+    along = parameter(eqn, "axis")
+    unstacks = eqn.primitive.name == "unstack"
+    sizes = [1] * len(eqn.outvars) if unstacks else parameter(eqn, "sizes")
+    before = axes[:along]
+    after = axes[along + 1 :]
+    results: list[Axes] = []
+    moved: list[Moves] = []
+    start = 0
     for size in map(int, sizes):
-        start, piece = [0] * len(shape), list(shape)
-        start[axis], piece[axis] = position, size
-        position += size
-        starts.append(start)
-        pieces.append(piece)
-    return _follow_boxes(axes, starts, pieces)
-
-
-def _follow_boxes(
-    axes: Axes, starts: Sequence[Sequence[int]], boxes: Sequence[Sequence[int]]
-) -> Follow | None:
-    """Follow an array to results that are boxes of these shapes in it. Return None unless all are boxes in the leaf."""
-    results, moved = [], []
-    for start, shape in zip(starts, boxes, strict=True):
-        result: list[Axis] = []
-        moves: Moves = ()
-        for axis, first, size in zip(axes, start, shape, strict=True):
-            part = axes_lib.cut(axis, first, size)
-            if part is None:
-                return None
-            result.append(part[0])
-            moves += part[1]
-        results.append(tuple(result))
+        cut = axes_lib.cut(axes[along], start, size)
+        if cut is None:
+            return None
+        axis, moves = cut
+        results.append(before + after if unstacks else (*before, axis, *after))
         moved.append(moves)
+        start += size
     return Follow(tuple(results), tuple(moved))
 
 
@@ -168,7 +155,7 @@ MOVES: dict[str, Callable[[JaxprEqn, Axes], Follow | None]] = {
     "tile": _tile,
     "slice": _slice,
     "split": _split,
-    "unstack": _unstack,
+    "unstack": _split,
 }
 
 
@@ -178,22 +165,24 @@ MOVES: dict[str, Callable[[JaxprEqn, Axes], Follow | None]] = {
 def placed(eqn: JaxprEqn, data: Sequence[Axes]) -> list[Axes] | None:
     """Return each result's axes for an equation on data, or None if only their lengths are known."""
     name = eqn.primitive.name
-    if name in MOVES and len(data) == 1:
-        moved = MOVES[name](eqn, data[0])
-        return None if moved is None else list(moved.axes)
-    if name in REDUCTIONS and len(data) == 1:
-        left = remaining(len(data[0]), parameter(eqn, "axes"))
-        return [take(data[0], left)]
+    if name in MOVES:
+        form = MOVES[name](eqn, data[0])
+        return None if form is None else list(form.axes)
     if name == "sort":
         dimension = parameter(eqn, "dimension")
         return [_shuffled(axes, {dimension}) for axes in data]
-    if name in _RULES:
-        result = _RULES[name](eqn, data)
+    if name in _DATA_RULES:
+        result = _DATA_RULES[name](eqn, data)
     elif len(eqn.outvars) == 1 and name != "dynamic_update_slice":
         result = _elementwise(eqn, data)
     else:
         return None
     return None if result is None else [result]
+
+
+def _reduction(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
+    (axes,) = data
+    return take(axes, remaining(len(axes), parameter(eqn, "axes")))
 
 
 def _shuffled(axes: Axes, dimensions: Collection[int]) -> Axes:
@@ -217,14 +206,14 @@ def _convolution(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes | None:
     if parameter(eqn, "batch_group_count") != 1:
         return _elementwise(eqn, data)
     numbers = parameter(eqn, "dimension_numbers")
-    result = list(map(foreign, shapes(eqn.outvars)[0]))
+    result = list(map(foreign, result_shape(eqn)))
     result[numbers.out_spec[0]] = data[0][numbers.lhs_spec[0]]
     return tuple(result)
 
 
 def _elementwise(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes | None:
     """Return the result's axes if operands broadcast to the result's shape, or None if no operand does."""
-    (out,) = shapes(eqn.outvars)
+    out = result_shape(eqn)
     operands = [
         axes
         for axes, shape in zip(data, shapes(eqn.invars), strict=True)
@@ -257,18 +246,15 @@ def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     return mixed(size) if holders else foreign(size)
 
 
-def _concatenation(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
-    return _side_by_side(eqn, data, parameter(eqn, "dimension"))
-
-
-def _stack(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
-    along = parameter(eqn, "axis")
-    parts = [axes_lib.insert(axes, [along], [()]) for axes in data]
-    return _side_by_side(eqn, parts, along)
-
-
-def _side_by_side(eqn: JaxprEqn, parts: Sequence[Axes], along: int) -> Axes:
-    (out,) = shapes(eqn.outvars)
+def _side_by_side(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
+    """Return the result's axes for `concatenate` or `stack`."""
+    out = result_shape(eqn)
+    parts = data
+    if eqn.primitive.name == "stack":
+        along = parameter(eqn, "axis")
+        parts = [axes_lib.insert(axes, [along], [()]) for axes in data]
+    else:
+        along = parameter(eqn, "dimension")
     result = list(map(_agreed, zip(*parts, strict=True), out))
     joined = {axes[along] for axes in parts}
     if len(joined) == 1:
@@ -284,11 +270,12 @@ def _side_by_side(eqn: JaxprEqn, parts: Sequence[Axes], along: int) -> Axes:
     return tuple(result)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, Sequence[Axes]], Axes | None]] = {
-    "concatenate": _concatenation,
-    "stack": _stack,
+_DATA_RULES: dict[str, Callable[[JaxprEqn, Sequence[Axes]], Axes | None]] = {
+    "concatenate": _side_by_side,
+    "stack": _side_by_side,
     "dot_general": _product,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(REDUCTIONS, _reduction),
 }
 
 
@@ -306,7 +293,8 @@ def indexed(eqn: JaxprEqn, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
     if eqn.primitive.name != "gather":
         return _shuffled(data[0], _chosen(numbers.scatter_dims_to_operand_dims, fresh))
     table, indices = data
-    (shape, _), sizes = shapes(eqn.invars), parameter(eqn, "slice_sizes")
+    shape = shapes(eqn.invars)[0]
+    sizes = parameter(eqn, "slice_sizes")
     lost = False
     for k in _chosen(numbers.start_index_map, fresh):
         lost |= sizes[k] < shape[k] and holds_examples(table[k])

@@ -48,31 +48,27 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"
 _COMBINING = ("scatter", "reduce")
 
 
-def called(eqn: JaxprEqn) -> tuple[str, ClosedJaxpr] | None:
-    """Return the kind of an equation with a program inside, and this program.
-
-    The kind is `"call"`, `"remat"` or `"scan"`. The result is None for any other equation.
-    """
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the program that an equation calls once, or None for any other equation."""
     name = eqn.primitive.name
     if name in CALLS:
-        return "call", inner_program(eqn, CALLS[name])
-    if name == "remat2":
-        return "remat", inner_program(eqn, "jaxpr")
-    if name == "scan":
-        return "scan", inner_program(eqn, "jaxpr")
+        return inner_program(eqn, CALLS[name])
     if name in CUSTOM_DERIVATIVES and registered(eqn) is LOOK_INSIDE:
-        return "call", inner_program(eqn, "call_jaxpr")
+        return inner_program(eqn, "call_jaxpr")
     return None
 
 
-# The sharding that a `jit` gives an array. JAX represents the lack of a sharding by a special object.
-MaybeSharding = jax.sharding.Sharding | object
+def body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the body of a scan or remat, or None for any other equation."""
+    if eqn.primitive.name in ("remat2", "scan"):
+        return inner_program(eqn, "jaxpr")
+    return None
 
 
-def shardings(eqn: JaxprEqn) -> tuple[Sequence[MaybeSharding], Sequence[MaybeSharding]]:
+def shardings(eqn: JaxprEqn) -> tuple[Sequence[object], Sequence[object]]:
     """Return the shardings that a `jit` inside the loss gives its arguments and results.
 
-    Calls other than `jit` have no shardings at all.
+    JAX represents an array without a sharding by a special object. Calls other than `jit` have no shardings at all.
     """
     if eqn.primitive.name != "jit":
         return (), ()

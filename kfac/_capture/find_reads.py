@@ -7,8 +7,8 @@ data in a way without exact rows, the walk notes the reason and goes on.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
 from kfac._capture import shared_rows, uses
@@ -21,10 +21,10 @@ from kfac._capture.program import Op, Program, Value
 from kfac._capture.states import (
     Data,
     Derived,
+    Operand,
     Output,
     State,
     View,
-    is_repeated,
     shared_by,
 )
 from kfac._capture.trace import Trace
@@ -65,53 +65,55 @@ class Reads(Findings):
     def _visit(self, op: Op, states: list[State]) -> Sequence[State]:
         # The gradient with respect to a single branch is not the gradient with respect to a layer's output.
         states = list(map(_unbranched, states, op.inputs))
+        operands = list(map(Operand, op.inputs, states))
         if op.unmarked and not op.inner:
-            self.unmarked |= _reads_batch(op, states)
+            self.unmarked |= _reads_batch(operands)
         if not op.alive:
             return [Data()] * len(op.outputs)
-        if shared_by(states):
-            results = shared_rows.meet_examples(self, op, states)
+        if shared_by(operands):
+            results = shared_rows.meet_examples(self, op, operands)
             if results is not None:
                 return results
-            if not shared_rows.stay_shared(op, states):
+            if not shared_rows.stay_shared(op, operands):
                 states = list(map(self.unshared, states))
+                operands = list(map(Operand, op.inputs, states))
         if op.name == "optimization_barrier":
             return list(map(_behind_barrier, states))
         if op.inner:
             leaving = (
                 self._scan(op, states) if op.scan else self._walk(op.inner, states)
             )
-            if any(isinstance(s, View) and s.scaled for s in leaving):
+            if any(isinstance(state, View) and state.scaled for state in leaving):
                 self.plan.look_inside(op)
             return leaving
-        params = [s for s in states if not isinstance(s, Data)]
+        params = [k for k, s in enumerate(states) if not isinstance(s, Data)]
         if not params:
-            result = Data(self._output_after(op, states), shared_by(states))
+            result = Data(self._output_after(op, operands), shared_by(operands))
             return [result] * len(op.outputs)
         if op.product:
-            return [uses.product(self, op, states)]
-        if len(params) == 1 and isinstance(params[0], View):
-            results = self._of_one(op, params[0], states)
+            return [uses.product(self, op, operands)]
+        if len(params) == 1:
+            results = self._of_one(op, params[0], operands)
             if results is not None:
                 return results
-        return [uses.derive(self, op, states)] * len(op.outputs)
+        return [uses.derive(self, op, operands)] * len(op.outputs)
 
-    def _output_after(self, op: Op, states: Sequence[State]) -> Output | None:
+    def _output_after(self, op: Op, operands: Sequence[Operand]) -> Output | None:
         """Return the layer's output that the result of an op on data still is, or None if it is no output."""
         outputs = [
-            (k, state.output)
-            for k, state in enumerate(states)
+            (k, value.shape, state.output)
+            for k, (value, state) in enumerate(operands)
             if isinstance(state, Data) and state.output
         ]
         if len(outputs) != 1 or len(op.outputs) != 1:
             return None
-        ((k, output),) = outputs
-        if len(states) == 1:
+        ((k, shape, output),) = outputs
+        if len(operands) == 1:
             meaning = op.meaning(0, output.axes)
             if op.name in ("neg", "slice") or not isinstance(meaning, Follow):
                 return None
             return Output(output.use, meaning.axes[0])
-        shape, result = op.inputs[k].shape, op.outputs[0].shape
+        result = op.outputs[0].shape
         if op.name == "mul" or (op.name == "div" and k == 0):
             # In x * (rsqrt(var) * scale) + shift, the product with x comes between the scale and its shift. The
             # two can share a block as long as they act on the same channels.
@@ -151,70 +153,66 @@ class Reads(Findings):
         if op.scan.consts <= k < op.scan.last:
             # Either a learned initial state that is broadcast over the examples, or a kernel that the loop changes.
             changed = op.inner.outputs[k - op.scan.consts] is not op.inner.inputs[k]
-            if changed or is_repeated(state, op.inputs[k]):
+            if changed or Operand(op.inputs[k], state).repeated:
                 return self.meets(state, op, "a scan carries it on and changes it")
         if isinstance(state, Derived):
             return state
         if k < op.scan.last:
-            return dataclasses.replace(state, stack=(*state.stack, ()))
+            return replace(state, stack=(*state.stack, ()))
         sliced, *axes = state.axes
         if axes_lib.is_broadcast([sliced]):
             return self.meets(state, op, "a scan iterates over copies of it")
-        return dataclasses.replace(
-            state, axes=tuple(axes), stack=(*state.stack, sliced)
-        )
+        return replace(state, axes=tuple(axes), stack=(*state.stack, sliced))
 
     def _of_one(
-        self, op: Op, view: View, states: Sequence[State]
+        self, op: Op, operand: int, operands: Sequence[Operand]
     ) -> Sequence[State] | None:
-        """Return the states after an op on a single parameter view, or None if the view cannot be followed further."""
-        operand = states.index(view)
+        """Return the states after an op on a single parameter, or None if the parameter cannot be followed further."""
+        view = operands[operand].state
+        if not isinstance(view, View):
+            return None
         meaning = op.meaning(operand, view.axes)
         if isinstance(meaning, Follow):
             return self._follow(op, operand, view, meaning)
+        state: State | None = None
         if op.name == "gather" and operand == 0:
-            state: State | None = uses.lookup(self, op, meaning, view)
+            state = uses.lookup(self, op, meaning, view)
         elif isinstance(meaning, Read):
-            state = uses.elementwise(self, op, meaning, view, states)
-        else:
-            return None
+            other = operands[meaning.other]
+            state = uses.elementwise(self, op, meaning, view, other)
         return None if state is None else [state]
 
     def _follow(self, op: Op, operand: int, view: View, form: Follow) -> list[State]:
         """Return the views after an op that changes the form of a view."""
-        scaled = view.scaled or op.name == "neg"
-        if scaled:
+        if op.name == "neg":
+            view = replace(view, scaled=True)
+        if view.scaled:
             self.scale(op, operand)
         views: list[State] = []
         for axes, moves in zip(form.axes, form.moved, strict=True):
             start = list(view.start)
             for leaf_axis, by in moves:
                 start[leaf_axis] += by
-            views.append(
-                dataclasses.replace(view, axes=axes, start=tuple(start), scaled=scaled)
-            )
+            views.append(replace(view, axes=axes, start=tuple(start)))
         return views
 
 
-def _reads_batch(op: Op, states: Sequence[State]) -> bool:
+def _reads_batch(operands: Sequence[Operand]) -> bool:
     """Return whether an op combines a view of a parameter with data of the batch."""
-    if not any(isinstance(state, View) for state in states):
-        return False
-    for value, state in zip(op.inputs, states, strict=True):
-        if value.of_batch and isinstance(state, Data):
-            return True
-    return False
+    views = [isinstance(state, View) for _, state in operands]
+    batch = [value.of_batch and isinstance(state, Data) for value, state in operands]
+    return any(views) and any(batch)
 
 
 def _behind_barrier(state: State) -> State:
     # To follow a scaled view, its multiplier would have to cross the barrier. No known model needs this.
     if isinstance(state, View) and state.scaled:
         why = "it goes through a product, then optimization_barrier"
-        return dataclasses.replace(state, inexact=why)
+        return replace(state, inexact=why)
     return state
 
 
 def _unbranched(state: State, value: Value) -> State:
     if value.branched and isinstance(state, Data):
-        return dataclasses.replace(state, output=None)
+        return replace(state, output=None)
     return state

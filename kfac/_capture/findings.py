@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kfac._capture.program import Op
@@ -25,7 +25,7 @@ class Inexact(NamedTuple):
     layout: Layout | None = None
 
 
-@dataclasses.dataclass
+@dataclass
 class Findings:
     """How the program of a loss uses its parameters.
 
@@ -47,13 +47,13 @@ class Findings:
 
     n: int | None
     hidden: bool
-    uses: dict[Op, Use] = dataclasses.field(default_factory=dict)
-    inexact: dict[int, Inexact] = dataclasses.field(default_factory=dict)
+    uses: dict[Op, Use] = field(default_factory=dict)
+    inexact: dict[int, Inexact] = field(default_factory=dict)
     unmarked: bool = False
     beside_others: str = ""
     merged: Ops = frozenset()
     leaked: Ops = frozenset()
-    plan: Plan = dataclasses.field(default_factory=Plan)
+    plan: Plan = field(default_factory=Plan)
 
     def add(self, use: Use) -> Data:
         """Add a use. Return the state of its result."""
@@ -95,4 +95,4 @@ class Findings:
         for use in self.uses.values():
             if use.op in state.shared:
                 self.note_use(use, "it reads rows that all examples share")
-        return dataclasses.replace(state, shared=Ops())
+        return replace(state, shared=Ops())

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-T = TypeVar("T")
 Shape = tuple[int, ...]
 Variable = Var | Literal
 
@@ -96,6 +95,11 @@ def shapes(variables: Sequence[Variable]) -> list[Shape]:
     return [array_type(variable).shape for variable in variables]
 
 
+def result_shape(eqn: JaxprEqn) -> Shape:
+    """Return the shape of an equation's first result."""
+    return array_type(eqn.outvars[0]).shape
+
+
 def parameter(eqn: JaxprEqn, name: str) -> Any:
     """Return an equation's parameter.
 
@@ -140,15 +144,6 @@ class Scan(NamedTuple):
         """The position of the first sliced operand."""
         return self.consts + self.carried
 
-    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Split constants, carry and sliced arrays."""
-        carried = operands[self.consts : self.last]
-        return (
-            list(operands[: self.consts]),
-            list(carried),
-            list(operands[self.last :]),
-        )
-
 
 def scan(eqn: JaxprEqn) -> Scan | None:
     """Return the roles of a scan's operands, or None if the equation is not a scan.
@@ -164,7 +159,8 @@ def scan(eqn: JaxprEqn) -> Scan | None:
         return None
     body = inner_program(eqn, "jaxpr").jaxpr
     length = parameter(eqn, "length")
-    entering, leaving = shapes(eqn.invars), shapes(eqn.outvars)
+    entering = shapes(eqn.invars)
+    leaving = shapes(eqn.outvars)
     sliced = _sliced(entering, shapes(body.invars), length)
     stacked = _sliced(leaving, shapes(body.outvars), length)
     carried = len(leaving) - stacked

@@ -17,15 +17,15 @@ adds operations that users define. `placed` and `indexed` follow the axes of dat
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from kfac._capture import axes as axes_lib
@@ -42,8 +42,8 @@ from kfac._capture.axes import (
 from kfac._capture.axis_rules import MOVES, Follow, broadcast_axes, cast, same_form
 from kfac._capture.axis_rules import indexed as indexed
 from kfac._capture.axis_rules import placed as placed
-from kfac._capture.equations import IDENTITIES, SUMS, called, name_of, registered
-from kfac._capture.parameters import Variable, array_type, parameter, shapes
+from kfac._capture.equations import IDENTITIES, SUMS, body, called, name_of, registered
+from kfac._capture.parameters import array_type, parameter, result_shape, shapes
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 
@@ -59,7 +59,7 @@ DENSE = Dense()
 _RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Read:
     """An operation that combines a parameter with data, with all facts that a tap needs.
 
@@ -158,8 +158,9 @@ def _read_elementwise(
     eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
 ) -> Read:
     """Read an elementwise sum, difference, product or quotient of two arrays."""
-    name, shape = eqn.primitive.name, shapes(eqn.invars)[operand]
-    y_axes = broadcast_axes(axes, shape, shapes(eqn.outvars)[0])
+    name = eqn.primitive.name
+    shape = shapes(eqn.invars)[operand]
+    y_axes = broadcast_axes(axes, shape, result_shape(eqn))
     sign = -1 if name == "sub" and operand == 1 else 1
     op = "add" if name in SUMS else "mul"
     divides = name == "div"
@@ -176,7 +177,8 @@ def _read_product(
             "it is multiplied with complex data, whose statistics are not implemented"
         )
     contract, batch = parameter(eqn, "dimension_numbers")
-    x_axes, x_batch = list(data[other]), batch[other]
+    x_axes = list(data[other])
+    x_batch = batch[other]
     w_free = remaining(len(axes), (*contract[operand], *batch[operand]))
     x_free = remaining(len(x_axes), (*contract[other], *x_batch))
     if is_broadcast(take(axes, (*contract[operand], *w_free))):
@@ -262,9 +264,11 @@ def _read_convolution(
     numbers = parameter(eqn, "dimension_numbers")
     out_channel, in_channel, *window = numbers.rhs_spec
     image_axis, channel_axis, *positions = numbers.out_spec
-    (out,), (lhs, kernel) = shapes(eqn.outvars), shapes(eqn.invars)
-    groups, channels = parameter(eqn, "feature_group_count"), out[channel_axis]
-    split = axes_lib.reshape((axes[out_channel],), (groups, channels // groups))
+    lhs, kernel = shapes(eqn.invars)
+    out = result_shape(eqn)
+    groups = parameter(eqn, "feature_group_count")
+    group_shape = groups, out[channel_axis] // groups
+    split = axes_lib.reshape((axes[out_channel],), group_shape)
     if split is None:
         return f"feature_group_count={groups} cuts across axes of the parameter"
     group, outputs = split
@@ -279,7 +283,8 @@ def _read_convolution(
         *take(axes, window),
         group + axes[in_channel],
     )
-    y_axes[image_axis], y_axes[channel_axis] = images, group + outputs
+    y_axes[image_axis] = images
+    y_axes[channel_axis] = group + outputs
     row_axes = [image_axis, *positions]
     order = sorted(range(len(row_axes)), key=row_axes.__getitem__)
     geometry = Convolution(
@@ -307,9 +312,11 @@ def _read_lookup(
     eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
 ) -> Read | None:
     """Read a gather that takes one whole table row per index. Return None for any other gather."""
-    numbers, sizes = parameter(eqn, "dimension_numbers"), parameter(eqn, "slice_sizes")
-    (table, _), (out,) = shapes(eqn.invars), shapes(eqn.outvars)
-    collapsed, index_map = numbers.collapsed_slice_dims, numbers.start_index_map
+    numbers = parameter(eqn, "dimension_numbers")
+    sizes = parameter(eqn, "slice_sizes")
+    table = shapes(eqn.invars)[0]
+    collapsed = numbers.collapsed_slice_dims
+    index_map = numbers.start_index_map
     cut = [k for k, size in enumerate(sizes) if size != table[k]]
     taken = cut or list(collapsed)
     if operand != 0 or len(taken) != 1 or is_broadcast(axes):
@@ -325,7 +332,7 @@ def _read_lookup(
     single = in_bounds and len(index_map) == 1
     if not single and mode != GatherScatterMode.CLIP:
         return None
-    if len(numbers.offset_dims) == len(out):
+    if len(numbers.offset_dims) == len(result_shape(eqn)):
         return None
     row = list(axes)
     row[row_axis] = ()
@@ -358,29 +365,22 @@ def _single(
       ValueError: `like` is not a single operation, or its results do not have the shapes of `eqn`'s results.
     """
     jaxpr = jax.make_jaxpr(like)(*map(array_type, eqn.invars)).jaxpr
-    numbers = {var: k for k, var in enumerate(jaxpr.invars)}
+    numbers: dict[int, int | None] = {id(var): k for k, var in enumerate(jaxpr.invars)}
     while len(jaxpr.eqns) == 1:
         (call,) = jaxpr.eqns
-        kind, program = called(call) or ("", None)
-        if program is None or kind == "scan":
+        program = called(call) or body(call)
+        if program is None or call.primitive.name == "scan":
             break
-        inside = {}
-        for var, inner in zip(call.invars, program.jaxpr.invars, strict=True):
-            number = _number(numbers, var)
-            if number is not None:
-                inside[inner] = number
-        numbers, jaxpr = inside, program.jaxpr
+        jaxpr = program.jaxpr
+        pairs = zip(jaxpr.invars, call.invars, strict=True)
+        numbers = {id(inner): numbers.get(id(var)) for inner, var in pairs}
     if len(jaxpr.eqns) != 1 or shapes(jaxpr.outvars) != shapes(eqn.outvars):
         result = f"a result of shape {', '.join(map(str, shapes(eqn.outvars)))}"
         raise ValueError(
             f"register_primitive({name_of(eqn)}): like must be a single operation with {result}, but is\n{jaxpr}"
         )
     (operation,) = jaxpr.eqns
-    return operation, [_number(numbers, var) for var in operation.invars]
-
-
-def _number(numbers: dict[Var, int], var: Variable) -> int | None:
-    return None if isinstance(var, Literal) else numbers.get(var)
+    return operation, [numbers.get(id(var)) for var in operation.invars]
 
 
 def _alike(
@@ -409,4 +409,4 @@ def _alike(
             f"{operation.primitive.name}: let it be one operation of what it is given, lambda w: w.T or "
             "lambda x, w: x @ w"
         )
-    return dataclasses.replace(result, operand=operand, other=other, name=name_of(eqn))
+    return replace(result, operand=operand, other=other, name=name_of(eqn))

@@ -7,12 +7,12 @@ define the meaning of an equation.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -25,7 +25,7 @@ from kfac._capture.axes import Axes, Axis
 State = TypeVar("State")
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Value:
     """An array of a program.
 
@@ -68,7 +68,7 @@ class Value:
         return tuple(map(operator.ne, self.shape, twice))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Op:
     """One equation of a program.
 
@@ -138,7 +138,7 @@ class Op:
         return f"{self.name}({', '.join(shapes)})"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Program:
     """Operations in execution order.
 
@@ -191,7 +191,8 @@ class Program:
     def axes_averaged_over(self) -> tuple[str, ...]:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
         makers = {value: op for op in self.ops for value in op.outputs}
-        ahead, axes = [self.outputs[0]], list[str]()
+        ahead = [self.outputs[0]]
+        axes: list[str] = []
         while ahead:
             maker = makers.get(ahead.pop())
             if maker is None or maker.inner is not None:
@@ -237,16 +238,17 @@ def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list
 
     for eqn in jaxpr.eqns:
         inputs = list(map(read, eqn.invars))
-        kind, inner = equations.called(eqn) or ("", None)
-        if inner is not None and kind == "call":
+        call = equations.called(eqn)
+        if call:
             entering, leaving = equations.shardings(eqn)
-            results = _inline(into, inner, _constrained(into, inputs, entering))
+            results = _inline(into, call, _constrained(into, inputs, entering))
             results = _constrained(into, results, leaving)
         else:
             results = list(map(_value, eqn.outvars))
             op = Op(eqn, jaxpr, inputs, results, around=into.around)
             op.scan = parameters.scan(eqn)
-            op.inner = flat(inner, (*into.around, op)) if inner else None
+            body = equations.body(eqn)
+            op.inner = flat(body, (*into.around, op)) if body else None
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
@@ -265,7 +267,7 @@ def _constrained(
             )
             array = jax.ShapeDtypeStruct(value.shape, value.dtype)
             jaxpr = jax.make_jaxpr(put)(array).jaxpr
-            result[k] = dataclasses.replace(value)
+            result[k] = replace(value)
             program.ops.append(
                 Op(jaxpr.eqns[0], jaxpr, [value], [result[k]], around=program.around)
             )
@@ -292,7 +294,8 @@ def compare(program: Program, twin: Program, alike: bool) -> None:
       AnotherProgramError: the programs must be alike, but their operations differ.
     """
     blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(program.ops))]
-    forms, other_forms = list(map(_form, program.ops)), list(map(_form, twin.ops))
+    forms = list(map(_form, program.ops))
+    other_forms = list(map(_form, twin.ops))
     if forms != other_forms:
         if alike:
             raise AnotherProgramError
@@ -303,7 +306,8 @@ def compare(program: Program, twin: Program, alike: bool) -> None:
         _compare_arrays(program.consts, twin.consts)
     for start, other_start, count in blocks:
         for k in range(count):
-            op, other = program.ops[start + k], twin.ops[other_start + k]
+            op = program.ops[start + k]
+            other = twin.ops[other_start + k]
             _compare_arrays(op.outputs, other.outputs)
             if op.inner and other.inner:
                 compare(op.inner, other.inner, alike)
@@ -400,33 +404,21 @@ def _note_reached(
 
 def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
     """Return how an op's inputs reach the loss, if its results reach the loss in `ways`."""
-    if op.inner and op.scan:
-        return _inputs_of_scan(op.inner, op.scan, ways, roots)
-    if op.inner:
+    if op.inner is None:
+        way = _by_all(ways)
+        summed = way.summed and equations.sums(op.eqn)
+        unmarked = way.unmarked and not equations.mark(op.eqn)
+        return [Reached(way.live, summed, unmarked)] * len(op.inputs)
+    if op.scan is None:
         return _note_reached(op.inner, ways, roots)
-    way = _by_all(ways)
-    way = Reached(
-        way.live,
-        way.summed and equations.sums(op.eqn),
-        way.unmarked and not equations.mark(op.eqn),
-    )
-    return [way] * len(op.inputs)
-
-
-def _inputs_of_scan(
-    body: Program,
-    scan: parameters.Scan,
-    ways: Sequence[Reached],
-    roots: Collection[Op],
-) -> list[Reached]:
     ways = _not_summed(ways)
     while True:
         # An input of a scan never counts as summed, because the body may do anything with it.
-        inputs = _not_summed(_note_reached(body, ways, roots))
+        inputs = _not_summed(_note_reached(op.inner, ways, roots))
         # A carry also reaches the loss through later iterations.
         more = list(ways)
-        for k in range(scan.carried):
-            more[k] = _by_all([ways[k], inputs[scan.consts + k]])
+        for k in range(op.scan.carried):
+            more[k] = _by_all([ways[k], inputs[op.scan.consts + k]])
         if more == ways:
             return inputs
         ways = more

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,12 @@ from jax import lax
 
 from kfac._capture import equations, primitives
 from kfac._capture.parameters import chosen
-from kfac._capture.program import Op, Program, flat
+from kfac._capture.program import Op, Program, Value, flat
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Shared:
     """An array that all `n` examples share, repeated for each example: `[n, ...]`.
 
@@ -73,28 +73,28 @@ def replay(
 def _replay(
     program: Program, arguments: Sequence[Replayed], plan: Plan, probes: Probes
 ) -> tuple[list[Replayed], Handed]:
-    replaying = _Replay(plan, dict(probes), {})
-    results = program.run(
-        arguments, lambda value: Replayed(program.constant(value)), replaying.visit
-    )
-    return results, replaying.handed
+    def constant(value: Value) -> Replayed:
+        return Replayed(program.constant(value))
+
+    replaying = _Replay(plan, dict(probes))
+    return program.run(arguments, constant, replaying.visit), replaying.handed
 
 
-@dataclasses.dataclass
+@dataclass
 class _Replay:
+    """The evaluation of a program, apart from the programs inside its scans and remats."""
+
     plan: Plan
     probes: dict[Key, Any]
-    handed: Handed
+    handed: Handed = field(default_factory=dict)
 
     def visit(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        """Return an op's results."""
         plan = self.plan
         if not op.alive:
             inputs = [x._replace(value=_alone(x.value)) for x in inputs]
         if op in plan.inside:
-            replay_body = _scan if op.scan else _remat
-            results, handed = replay_body(op, inputs, plan, self.probes)
-            self.handed.update(handed)
-            return results
+            return self._scan(op, inputs) if op.scan else self._remat(op, inputs)
         outs = self._tapped(op, inputs)
         if op in plan.marks:
             key, at_mark = plan.marks[op]
@@ -103,9 +103,47 @@ class _Replay:
             return list(map(Replayed, outs))
         return list(map(Replayed, outs, _multipliers(op, plan.multipliers[op], inputs)))
 
+    def _remat(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        def block(inputs, probes):
+            assert op.inner
+            return _replay(op.inner, inputs, self.plan, probes)
+
+        options = chosen(op.eqn, ("prevent_cse", "policy"))
+        probes = {key: self.probes[key] for key in self.plan.inside[op]}
+        results, handed = jax.checkpoint(block, **options)(inputs, probes)
+        self.handed |= handed
+        return results
+
+    def _scan(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        assert op.scan
+        first = op.scan.consts
+        last = op.scan.last
+        sliced = {}
+        for key, iterated in self.plan.inside[op].items():
+            if iterated:
+                sliced[key] = self.probes[key]
+        values, multipliers = zip(*inputs, strict=True)
+
+        def step(body, values, slices):
+            probes, of_slices = slices
+            arguments = map(Replayed, values, [*multipliers[:last], *of_slices])
+            results, handed = _replay(
+                body, list(arguments), self.plan, {**self.probes, **probes}
+            )
+            return [result.value for result in results], handed
+
+        beside = sliced, list(multipliers[last:])
+        outs, handed = _scan_by(step, op, values, beside)
+        self.handed |= handed
+        results = list(map(Replayed, outs))
+        # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
+        results[: op.scan.carried] = map(Replayed, outs, multipliers[first:last])
+        return results
+
     def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Any]:
         """Evaluate an op with the taps behind it."""
-        plan, probes = self.plan, self.probes
+        plan = self.plan
+        probes = self.probes
         taps = plan.taps.get(op, [])
         values = [x.value for x in inputs]
         if op in plan.late:
@@ -171,42 +209,6 @@ def _at_axis(value: MaybeShared, axis: int) -> jax.Array:
     return value
 
 
-def _remat(
-    op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes
-) -> tuple[list[Replayed], Handed]:
-    def block(inputs, probes):
-        assert op.inner
-        return _replay(op.inner, inputs, plan, probes)
-
-    options = chosen(op.eqn, ("prevent_cse", "policy"))
-    used = {key: probes[key] for key in plan.inside[op]}
-    return jax.checkpoint(block, **options)(inputs, used)
-
-
-def _scan(
-    op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes
-) -> tuple[list[Replayed], Handed]:
-    assert op.scan
-    whole: dict[Key, Any] = {}
-    sliced: dict[Key, Any] = {}
-    for key, iterated in plan.inside[op].items():
-        (sliced if iterated else whole)[key] = probes[key]
-    values, multipliers = zip(*inputs, strict=True)
-    consts, carry, xs = op.scan.split(multipliers)
-
-    def step(body, values, slices):
-        probes, of_slices = slices
-        arguments = list(map(Replayed, values, [*consts, *carry, *of_slices]))
-        results, handed = _replay(body, arguments, plan, {**whole, **probes})
-        return [result.value for result in results], handed
-
-    outs, handed = _scan_by(step, op, values, (sliced, xs))
-    results = list(map(Replayed, outs))
-    # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
-    results[: len(carry)] = map(Replayed, outs, carry)
-    return results, handed
-
-
 # From a scan's body, its arguments and slices of a pytree, compute an iteration's results and a pytree.
 Step = Callable[[Program, list[Any], Any], tuple[list[Any], Any]]
 
@@ -218,16 +220,20 @@ def _scan_by(
 
     The body is `step`, with slices of `beside`. The scan stacks the pytrees that it returns.
     """
-    inner, scan = op.inner, op.scan
+    inner = op.inner
+    scan = op.scan
     assert inner and scan
-    consts, carry, xs = scan.split(values)
+    first = scan.consts
+    last = scan.last
 
     def body(carry, slices):
         xs, more = slices
-        outs, handed = step(inner, [*consts, *carry, *xs], more)
-        return outs[: len(carry)], (outs[len(carry) :], handed)
+        outs, handed = step(inner, [*values[:first], *carry, *xs], more)
+        return outs[: scan.carried], (outs[scan.carried :], handed)
 
     options = chosen(op.eqn, ("length", "reverse", "unroll"))
+    carry = list(values[first:last])
+    xs = list(values[last:])
     carry, (ys, handed) = lax.scan(body, carry, (xs, beside), **options)
     return [*carry, *ys], handed
 

@@ -6,19 +6,19 @@ broadcast (`meet_examples`). At this broadcast, each example gets a gradient of 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.primitives import ELEMENTWISE
 from kfac._capture.program import Op
-from kfac._capture.states import Data, State, Use, View, shared_by
+from kfac._capture.states import Data, Operand, State, Use, View, shared_by
 
 
 def meet_examples(
-    found: Findings, op: Op, states: Sequence[State]
+    found: Findings, op: Op, operands: Sequence[Operand]
 ) -> Sequence[State] | None:
     """Return the states after an op at which shared rows meet the examples, or None for any other op.
 
@@ -27,31 +27,28 @@ def meet_examples(
     """
     if op.inner and not op.scan:
         found.plan.look_inside(op)
-    if op.inner or not all(isinstance(state, Data) for state in states):
+    if op.inner or not all(isinstance(x.state, Data) for x in operands):
         return None
-    shapes = set()
-    beside_examples = False
-    for value, state in zip(op.inputs, states, strict=True):
-        if state.shared:
-            shapes.add(value.shape)
-        else:
-            beside_examples |= value.of_batch
-    if beside_examples and op.summed and op.name in SUMS:
-        found.leaked |= shared_by(states)
+    if op.summed and op.name in SUMS and _beside_examples(operands):
+        found.leaked |= shared_by(operands)
         return [Data()]
-    axis = _axis_of_examples(op, shapes, found.n)
+    axis = _axis_of_examples(op, operands, found.n)
     if axis is None:
         return None
     found.plan.merges[op] = axis
     found.plan.look_inside(op)
-    found.merged |= shared_by(states)
+    found.merged |= shared_by(operands)
     return [Data()]
 
 
-def _axis_of_examples(
-    op: Op, shapes: Collection[tuple[int, ...]], n: int | None
-) -> int | None:
-    """Return the result's axis at which shared rows of these shapes meet the examples, or None if they do not."""
+def _beside_examples(operands: Sequence[Operand]) -> bool:
+    """Return whether another operand than the shared rows depends on the batch."""
+    return any(x.value.of_batch and not x.state.shared for x in operands)
+
+
+def _axis_of_examples(op: Op, operands: Sequence[Operand], n: int | None) -> int | None:
+    """Return the result's axis at which shared rows meet the examples, or None if they do not."""
+    shapes = {x.value.shape for x in operands if x.state.shared}
     broadcasts = op.name == "broadcast_in_dim"
     if len(shapes) != 1 or not (broadcasts or op.name in ELEMENTWISE):
         return None
@@ -67,18 +64,17 @@ def _axis_of_examples(
     return met[0]
 
 
-def stay_shared(op: Op, states: Sequence[State]) -> bool:
+def stay_shared(op: Op, operands: Sequence[Operand]) -> bool:
     """Return whether the result of an op that reads shared rows is shared by all examples, too."""
     if op.inner:
         return not op.scan
-    params = [state for state in states if not isinstance(state, Data)]
+    params = [x.state for x in operands if not isinstance(x.state, Data)]
     if params:
         followed = op.product or op.name in ("add", "add_any")
         return followed and len(params) == 1 and isinstance(params[0], View)
-    for value, state in zip(op.inputs, states, strict=True):
-        if value.of_batch and not state.shared:
-            return False
-    return len(op.outputs) == 1 and not any(op.outputs[0].grown)
+    if _beside_examples(operands) or len(op.outputs) > 1:
+        return False
+    return not any(op.outputs[0].grown)
 
 
 def settle(found: Findings) -> None:
@@ -103,7 +99,7 @@ def settle(found: Findings) -> None:
         if use.joined:  # the kernel's use comes first
             kernel = found.uses[use.joined.op]
             if kernel.dropped:
-                found.uses[op] = dataclasses.replace(use, dropped=True)
+                found.uses[op] = replace(use, dropped=True)
                 if kernel.leaf in found.inexact:
                     found.note_use(use, "it is added to rows that all examples share")
         elif use.late and op in found.merged & found.leaked:
@@ -124,7 +120,7 @@ def _settle_apart(found: Findings, use: Use, with_rows: bool) -> None:
     apart = found.n is not None and (found.unmarked or op.unmarked)
     of_arguments = op.inputs[use.read.other].from_arguments
     if not apart or not (of_arguments or with_rows):
-        found.uses[op] = dataclasses.replace(use, late=False, dropped=apart)
+        found.uses[op] = replace(use, late=False, dropped=apart)
     elif of_arguments:
         found.note_use(
             use,

@@ -16,9 +16,9 @@ A `Use` is an operation in which a parameter meets data, with its place in the p
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from kfac._capture import axes as axes_lib
@@ -33,7 +33,7 @@ NONE: Leaves = frozenset()
 Ops = frozenset[Op]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Output:
     """The result of the use at the op `use`.
 
@@ -44,7 +44,7 @@ class Output:
     axes: Axes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Data:
     """An activation.
 
@@ -57,7 +57,7 @@ class Data:
     leaves: ClassVar[Leaves] = NONE
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class View:
     """A parameter leaf, or a box in it, in another form.
 
@@ -97,7 +97,7 @@ class View:
         return axes_lib.picks(self.shape, self.start, atoms)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Derived:
     """An array computed from parameters.
 
@@ -116,13 +116,34 @@ class Derived:
 State = Data | View | Derived
 
 
-def leaves_of(states: Iterable[State]) -> Leaves:
-    return NONE.union(*(state.leaves for state in states))
+class Operand(NamedTuple):
+    """An array that an op reads, and its state."""
+
+    value: Value
+    state: State
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is a parameter broadcast over examples or positions, which makes it an activation."""
+        if isinstance(self.state, View):
+            return axes_lib.is_broadcast(self.state.axes) or any(self.value.grown)
+        return isinstance(self.state, Derived) and self.state.repeated
+
+    @property
+    def meets_data(self) -> bool:
+        """Whether it is data that depends on the batch, or a parameter that has been combined with such data."""
+        if isinstance(self.state, Data):
+            return self.value.of_batch or bool(self.state.shared)
+        return isinstance(self.state, View) and self.state.mixed
 
 
-def shared_by(states: Iterable[State]) -> Ops:
-    """Return the late uses from whose results the states are computed."""
-    return Ops().union(*(state.shared for state in states))
+def leaves_of(operands: Iterable[Operand]) -> Leaves:
+    return NONE.union(*(x.state.leaves for x in operands))
+
+
+def shared_by(operands: Iterable[Operand]) -> Ops:
+    """Return the late uses from whose results the operands are computed."""
+    return Ops().union(*(x.state.shared for x in operands))
 
 
 class Joined(NamedTuple):
@@ -137,7 +158,7 @@ class Joined(NamedTuple):
     pairs: tuple[tuple[Atom, Atom], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Use:
     """A read of a parameter leaf, and its place in the program.
 
@@ -217,16 +238,17 @@ class Use:
         """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
         if not self.late:
             return self
-        read, axis = self.read, axes_lib.examples(n)
+        read = self.read
+        axis = axes_lib.examples(n)
         new = len(axis)
         rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
-        read = dataclasses.replace(
+        read = replace(
             read,
             x_axes=(axis, *read.x_axes),
             y_axes=(axis, *read.y_axes),
             rows=tuple(rows),
         )
-        return dataclasses.replace(self, read=read, late=False)
+        return replace(self, read=read, late=False)
 
     def examples(self, n: int | None) -> tuple[int, ...] | None:
         """Return which of the result's atoms are the `n` examples, by position, slowest first.
@@ -277,10 +299,3 @@ def by_part(uses: Sequence[Use]) -> list[list[Use]]:
     for use in uses:
         parts[use.view.start].append(use)
     return list(parts.values())
-
-
-def is_repeated(state: State, value: Value) -> bool:
-    """Whether an array is a parameter broadcast over examples or positions, which makes it an activation."""
-    if isinstance(state, View):
-        return axes_lib.is_broadcast(state.axes) or any(value.grown)
-    return isinstance(state, Derived) and state.repeated
