@@ -53,7 +53,9 @@ def length(axis: Axis) -> int:
 
 
 def _whole(kind: int, size: int) -> Axis:
-    return (Atom(kind, 1, size),) if size > 1 else ()
+    if size <= 1:
+        return ()
+    return (Atom(kind, 1, size),)
 
 
 def foreign(size: int) -> Axis:
@@ -196,8 +198,10 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, Moves] | None:
             skipped = atom.size - first - count if atom.flipped else first
             moves += ((atom.axis, skipped * atom.stride),)
         if start == size % inner == 0 < size:
-            minor = axis[k + 1 :]
-            return (atom._replace(size=count), *minor) if count > 1 else minor, moves
+            left = axis[k + 1 :]
+            if count > 1:
+                left = (atom._replace(size=count), *left)
+            return left, moves
         if start + size > inner:
             break
     return None
@@ -270,7 +274,9 @@ def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] |
         if first is None or second is None:
             return None
         pairs.append((first, second))
-    return None if left or right else pairs
+    if left or right:
+        return None
+    return pairs
 
 
 def _split_off(atoms: list[Atom], size: int) -> Atom | None:

@@ -34,6 +34,9 @@ from kfac._capture.parameters import (
     shapes,
 )
 
+# The axes of all inputs of an equation, as data.
+DataAxes = Sequence[Axes]
+
 
 class Follow(NamedTuple):
     """The same parameter in another form.
@@ -47,14 +50,12 @@ class Follow(NamedTuple):
     moved: tuple[Moves, ...] = ((),)
 
 
-def same_form(axes: Axes) -> Follow:
-    return Follow((axes,))
-
-
 def cast(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     """Follow a copy, unless it is a cast to integers."""
     floating = jnp.issubdtype(array_type(eqn.outvars[0]).dtype, jnp.floating)
-    return same_form(axes) if floating else None
+    if not floating:
+        return None
+    return Follow((axes,))
 
 
 def broadcast_axes(
@@ -79,33 +80,37 @@ def broadcast_axes(
 def _broadcast(eqn: JaxprEqn, axes: Axes) -> Follow:
     positions = parameter(eqn, "broadcast_dimensions")
     shape = shapes(eqn.invars)[0]
-    return same_form(broadcast_axes(axes, shape, result_shape(eqn), positions))
+    return Follow((broadcast_axes(axes, shape, result_shape(eqn), positions),))
 
 
 def _reshape(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     result = axes_lib.reshape(axes, result_shape(eqn))
-    return None if result is None else same_form(result)
+    if result is None:
+        return None
+    return Follow((result,))
 
 
 def _transpose_and_reshape(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     order = parameter(eqn, "dimensions")
-    return _reshape(eqn, axes if order is None else take(axes, order))
+    if order is not None:
+        axes = take(axes, order)
+    return _reshape(eqn, axes)
 
 
 def _transpose(eqn: JaxprEqn, axes: Axes) -> Follow:
-    return same_form(take(axes, parameter(eqn, "permutation")))
+    return Follow((take(axes, parameter(eqn, "permutation")),))
 
 
 def _reverse(eqn: JaxprEqn, axes: Axes) -> Follow:
     result = list(axes)
     for k in parameter(eqn, "dimensions"):
         result[k] = axes_lib.flip(axes[k])
-    return same_form(tuple(result))
+    return Follow((tuple(result),))
 
 
 def _tile(eqn: JaxprEqn, axes: Axes) -> Follow:
     repeats = map(foreign, parameter(eqn, "reps"))
-    return same_form(tuple(a + b for a, b in zip(repeats, axes, strict=True)))
+    return Follow((tuple(a + b for a, b in zip(repeats, axes, strict=True)),))
 
 
 def _slice(eqn: JaxprEqn, axes: Axes) -> Follow | None:
@@ -162,25 +167,26 @@ MOVES: dict[str, Callable[[JaxprEqn, Axes], Follow | None]] = {
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def placed(eqn: JaxprEqn, data: Sequence[Axes]) -> list[Axes] | None:
+def placed(eqn: JaxprEqn, data: DataAxes) -> list[Axes] | None:
     """Return each result's axes for an equation on data, or None if only their lengths are known."""
     name = eqn.primitive.name
     if name in MOVES:
         form = MOVES[name](eqn, data[0])
-        return None if form is None else list(form.axes)
+        if form is None:
+            return None
+        return list(form.axes)
     if name == "sort":
         dimension = parameter(eqn, "dimension")
         return [_shuffled(axes, {dimension}) for axes in data]
-    if name in _DATA_RULES:
-        result = _DATA_RULES[name](eqn, data)
-    elif len(eqn.outvars) == 1 and name != "dynamic_update_slice":
-        result = _elementwise(eqn, data)
-    else:
+    if len(eqn.outvars) != 1 or name == "dynamic_update_slice":
         return None
-    return None if result is None else [result]
+    result = _DATA_RULES.get(name, _elementwise)(eqn, data)
+    if result is None:
+        return None
+    return [result]
 
 
-def _reduction(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
+def _reduction(eqn: JaxprEqn, data: DataAxes) -> Axes:
     (axes,) = data
     return take(axes, remaining(len(axes), parameter(eqn, "axes")))
 
@@ -194,7 +200,7 @@ def _shuffled(axes: Axes, dimensions: Collection[int]) -> Axes:
     return tuple(result)
 
 
-def _product(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
+def _product(eqn: JaxprEqn, data: DataAxes) -> Axes:
     contract, batch = parameter(eqn, "dimension_numbers")
     result = take(data[0], batch[0])
     for k, axes in enumerate(data):
@@ -202,7 +208,7 @@ def _product(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
     return result
 
 
-def _convolution(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes | None:
+def _convolution(eqn: JaxprEqn, data: DataAxes) -> Axes | None:
     if parameter(eqn, "batch_group_count") != 1:
         return _elementwise(eqn, data)
     numbers = parameter(eqn, "dimension_numbers")
@@ -211,7 +217,7 @@ def _convolution(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes | None:
     return tuple(result)
 
 
-def _elementwise(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes | None:
+def _elementwise(eqn: JaxprEqn, data: DataAxes) -> Axes | None:
     """Return the result's axes if operands broadcast to the result's shape, or None if no operand does."""
     out = result_shape(eqn)
     operands = [
@@ -243,10 +249,12 @@ def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     ]
     if len(in_order) == 1:
         return in_order[0]
-    return mixed(size) if holders else foreign(size)
+    if holders:
+        return mixed(size)
+    return foreign(size)
 
 
-def _side_by_side(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
+def _side_by_side(eqn: JaxprEqn, data: DataAxes) -> Axes:
     """Return the result's axes for `concatenate` or `stack`."""
     out = result_shape(eqn)
     parts = data
@@ -270,7 +278,7 @@ def _side_by_side(eqn: JaxprEqn, data: Sequence[Axes]) -> Axes:
     return tuple(result)
 
 
-_DATA_RULES: dict[str, Callable[[JaxprEqn, Sequence[Axes]], Axes | None]] = {
+_DATA_RULES: dict[str, Callable[[JaxprEqn, DataAxes], Axes | None]] = {
     "concatenate": _side_by_side,
     "stack": _side_by_side,
     "dot_general": _product,
@@ -279,7 +287,7 @@ _DATA_RULES: dict[str, Callable[[JaxprEqn, Sequence[Axes]], Axes | None]] = {
 }
 
 
-def indexed(eqn: JaxprEqn, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
+def indexed(eqn: JaxprEqn, data: DataAxes, fresh: Sequence[bool]) -> Axes:
     """Return the result's axes for a gather or scatter on data.
 
     If data-dependent indices select entries along an axis of examples, their order is unknown and the axis is `MIXED`.
@@ -295,9 +303,8 @@ def indexed(eqn: JaxprEqn, data: Sequence[Axes], fresh: Sequence[bool]) -> Axes:
     table, indices = data
     shape = shapes(eqn.invars)[0]
     sizes = parameter(eqn, "slice_sizes")
-    lost = False
-    for k in _chosen(numbers.start_index_map, fresh):
-        lost |= sizes[k] < shape[k] and holds_examples(table[k])
+    chosen = _chosen(numbers.start_index_map, fresh)
+    lost = any(sizes[k] < shape[k] and holds_examples(table[k]) for k in chosen)
     rows = indices[:-1]
     if lost:
         rows = _shuffled(

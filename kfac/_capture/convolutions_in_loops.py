@@ -59,10 +59,8 @@ def _convolution(eqn: JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Arra
         # sees no gain in the exchange. The barrier keeps XLA from undoing the padding.
         image = padded(image, options["padding"], options["lhs_dilation"])
         image = lax.optimization_barrier(image)
-        options |= {
-            "padding": [(0, 0) for _ in spatial],
-            "lhs_dilation": [1 for _ in spatial],
-        }
+        options["padding"] = [(0, 0)] * len(spatial)
+        options["lhs_dilation"] = [1] * len(spatial)
     out = lax.conv_general_dilated(image, kernel, **options)
     order = _channels_last(*numbers.out_spec)
     return out.transpose(list(map(order.index, range(image.ndim))))

@@ -102,7 +102,9 @@ def evaluate_multiplier(
     For a registered operation, call its `like` function, because the operation itself may round.
     """
     like = registered(eqn)
-    return [like(*values)] if callable(like) else evaluate(within, eqn, values)
+    if callable(like):
+        return [like(*values)]
+    return evaluate(within, eqn, values)
 
 
 def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -138,7 +140,9 @@ def holds_mark(eqn: JaxprEqn) -> bool:
 
 def devices_summed(eqn: JaxprEqn) -> tuple[str, ...]:
     """Return the device axes over which an equation sums."""
-    return tuple(parameter(eqn, "axes")) if eqn.primitive.name in DEVICE_SUMS else ()
+    if eqn.primitive.name in DEVICE_SUMS:
+        return tuple(parameter(eqn, "axes"))
+    return ()
 
 
 def stops_gradient(eqn: JaxprEqn) -> bool:
@@ -151,7 +155,7 @@ def sums(eqn: JaxprEqn) -> bool:
     if name in ("mul", "div"):
         first, second = map(math.prod, shapes(eqn.invars))
         return second == 1 or (first == 1 and name == "mul")
-    return name in {*SUMS, "reduce_sum", "neg", *IDENTITIES, *FORMS}
+    return name in SUMS | IDENTITIES | FORMS | {"reduce_sum", "neg"}
 
 
 # -- what a user has registered ----------------------------------------------------------------------------------------
@@ -226,10 +230,7 @@ def registered(eqn: JaxprEqn) -> Callable[..., Any] | str | None:
     """Return the `like` function or `LOOK_INSIDE` that a user has registered for an equation, otherwise None."""
     if not _REGISTERED:
         return None
-    keys: list[Key] = [eqn.primitive]
-    target = _target(eqn)
-    if target:
-        keys.append(target)
+    keys: list[Any] = [eqn.primitive, _target(eqn)]
     inner = next(inside(eqn), None)
     info: Any = None if inner is None else inner.debug_info
     if info is not None:
@@ -256,4 +257,6 @@ def name_of(eqn: JaxprEqn) -> str:
 
 def _target(eqn: JaxprEqn) -> str | None:
     """Return the target name of the foreign function that an equation calls, or None for other equations."""
-    return parameter(eqn, "target_name") if eqn.primitive.name == "ffi_call" else None
+    if eqn.primitive.name == "ffi_call":
+        return parameter(eqn, "target_name")
+    return None

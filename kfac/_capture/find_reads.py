@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
 from kfac._capture import shared_rows, uses
+from kfac._capture.axes import Axis
 from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
@@ -22,6 +23,7 @@ from kfac._capture.states import (
     Data,
     Derived,
     Operand,
+    Operands,
     Output,
     State,
     View,
@@ -71,18 +73,18 @@ class Reads(Findings):
         if not op.alive:
             return [Data()] * len(op.outputs)
         if shared_by(operands):
-            results = shared_rows.meet_examples(self, op, operands)
-            if results is not None:
-                return results
+            if shared_rows.meet_examples(self, op, operands):
+                return [Data()]
             if not shared_rows.stay_shared(op, operands):
                 states = list(map(self.unshared, states))
                 operands = list(map(Operand, op.inputs, states))
         if op.name == "optimization_barrier":
             return list(map(_behind_barrier, states))
         if op.inner:
-            leaving = (
-                self._scan(op, states) if op.scan else self._walk(op.inner, states)
-            )
+            if op.scan:
+                leaving = self._scan(op, states)
+            else:
+                leaving = self._walk(op.inner, states)
             if any(isinstance(state, View) and state.scaled for state in leaving):
                 self.plan.look_inside(op)
             return leaving
@@ -98,7 +100,7 @@ class Reads(Findings):
                 return results
         return [uses.derive(self, op, operands)] * len(op.outputs)
 
-    def _output_after(self, op: Op, operands: Sequence[Operand]) -> Output | None:
+    def _output_after(self, op: Op, operands: Operands) -> Output | None:
         """Return the layer's output that the result of an op on data still is, or None if it is no output."""
         outputs = [
             (k, value.shape, state.output)
@@ -122,7 +124,9 @@ class Reads(Findings):
             return Output(output.use, broadcast_axes(output.axes, shape, result))
         # Adding other data does not change the gradient, so a bias may come after a residual connection.
         adds = op.name in SUMS and (op.name != "sub" or k == 0)
-        return output if adds and shape == result else None
+        if not adds or shape != result:
+            return None
+        return output
 
     def _scan(self, op: Op, states: Sequence[State]) -> list[State]:
         assert op.inner and op.scan
@@ -157,15 +161,16 @@ class Reads(Findings):
                 return self.meets(state, op, "a scan carries it on and changes it")
         if isinstance(state, Derived):
             return state
-        if k < op.scan.last:
-            return replace(state, stack=(*state.stack, ()))
-        sliced, *axes = state.axes
+        sliced: Axis = ()
+        if k >= op.scan.last:
+            sliced = state.axes[0]
+            state = replace(state, axes=state.axes[1:])
         if axes_lib.is_broadcast([sliced]):
             return self.meets(state, op, "a scan iterates over copies of it")
-        return replace(state, axes=tuple(axes), stack=(*state.stack, sliced))
+        return replace(state, stack=(*state.stack, sliced))
 
     def _of_one(
-        self, op: Op, operand: int, operands: Sequence[Operand]
+        self, op: Op, operand: int, operands: Operands
     ) -> Sequence[State] | None:
         """Return the states after an op on a single parameter, or None if the parameter cannot be followed further."""
         view = operands[operand].state
@@ -173,31 +178,25 @@ class Reads(Findings):
             return None
         meaning = op.meaning(operand, view.axes)
         if isinstance(meaning, Follow):
-            return self._follow(op, operand, view, meaning)
+            if op.name == "neg":
+                view = replace(view, scaled=True)
+            if view.scaled:
+                self.scale(op, operand)
+            return [
+                view.moved(axes, moves)
+                for axes, moves in zip(meaning.axes, meaning.moved, strict=True)
+            ]
         state: State | None = None
         if op.name == "gather" and operand == 0:
             state = uses.lookup(self, op, meaning, view)
         elif isinstance(meaning, Read):
-            other = operands[meaning.other]
-            state = uses.elementwise(self, op, meaning, view, other)
-        return None if state is None else [state]
-
-    def _follow(self, op: Op, operand: int, view: View, form: Follow) -> list[State]:
-        """Return the views after an op that changes the form of a view."""
-        if op.name == "neg":
-            view = replace(view, scaled=True)
-        if view.scaled:
-            self.scale(op, operand)
-        views: list[State] = []
-        for axes, moves in zip(form.axes, form.moved, strict=True):
-            start = list(view.start)
-            for leaf_axis, by in moves:
-                start[leaf_axis] += by
-            views.append(replace(view, axes=axes, start=tuple(start)))
-        return views
+            state = uses.elementwise(self, op, meaning, view, operands[meaning.other])
+        if state is None:
+            return None
+        return [state]
 
 
-def _reads_batch(operands: Sequence[Operand]) -> bool:
+def _reads_batch(operands: Operands) -> bool:
     """Return whether an op combines a view of a parameter with data of the batch."""
     views = [isinstance(state, View) for _, state in operands]
     batch = [value.of_batch and isinstance(state, Data) for value, state in operands]
@@ -207,8 +206,9 @@ def _reads_batch(operands: Sequence[Operand]) -> bool:
 def _behind_barrier(state: State) -> State:
     # To follow a scaled view, its multiplier would have to cross the barrier. No known model needs this.
     if isinstance(state, View) and state.scaled:
-        why = "it goes through a product, then optimization_barrier"
-        return replace(state, inexact=why)
+        return replace(
+            state, inexact="it goes through a product, then optimization_barrier"
+        )
     return state
 
 

@@ -39,7 +39,7 @@ from kfac._capture.axes import (
     remaining,
     take,
 )
-from kfac._capture.axis_rules import MOVES, Follow, broadcast_axes, cast, same_form
+from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, cast
 from kfac._capture.axis_rules import indexed as indexed
 from kfac._capture.axis_rules import placed as placed
 from kfac._capture.equations import IDENTITIES, SUMS, body, called, name_of, registered
@@ -103,10 +103,10 @@ class Read:
 Meaning = Follow | Read | str | None
 # A rule takes an equation, the parameter's position among its inputs, the parameter's axes, and all inputs' axes as
 # data. In the last argument it only uses the axes of the other input.
-Rule = Callable[[JaxprEqn, int, Axes, Sequence[Axes]], Meaning]
+Rule = Callable[[JaxprEqn, int, Axes, DataAxes], Meaning]
 
 
-def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]) -> Meaning:
+def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Meaning:
     """Return what an equation does with a parameter.
 
     Args:
@@ -124,10 +124,8 @@ def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]) -> Me
     name = eqn.primitive.name
     if name in MOVES:
         return MOVES[name](eqn, axes)
-    if name in IDENTITIES:
+    if name in IDENTITIES or name == "neg":  # `find_reads` counts -1 as a scale
         return cast(eqn, axes)
-    if name == "neg":  # `find_reads` counts it as a scale of -1
-        return same_form(axes)
     if name in READS:
         return READS[name](eqn, operand, axes, data)
     return None
@@ -154,22 +152,17 @@ def _read(
     return Read(op, name, operand, 1 - operand, x_axes, y_axes, dtype, **more)
 
 
-def _read_elementwise(
-    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
-) -> Read:
+def _read_elementwise(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Read:
     """Read an elementwise sum, difference, product or quotient of two arrays."""
     name = eqn.primitive.name
     shape = shapes(eqn.invars)[operand]
     y_axes = broadcast_axes(axes, shape, result_shape(eqn))
     sign = -1 if name == "sub" and operand == 1 else 1
     op = "add" if name in SUMS else "mul"
-    divides = name == "div"
-    return _read(eqn, operand, op, y_axes, y_axes, sign=sign, divides=divides)
+    return _read(eqn, operand, op, y_axes, y_axes, sign=sign, divides=name == "div")
 
 
-def _read_product(
-    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
-) -> Meaning:
+def _read_product(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Meaning:
     """Read a matrix product with a kernel. Return None for a broadcast kernel, which is an activation."""
     other = 1 - operand
     if jnp.issubdtype(array_type(eqn.invars[other]).dtype, jnp.complexfloating):
@@ -179,17 +172,16 @@ def _read_product(
     contract, batch = parameter(eqn, "dimension_numbers")
     x_axes = list(data[other])
     x_batch = batch[other]
-    w_free = remaining(len(axes), (*contract[operand], *batch[operand]))
-    x_free = remaining(len(x_axes), (*contract[other], *x_batch))
+    w_shared = (*contract[operand], *batch[operand])
+    x_shared = (*contract[other], *x_batch)
+    w_free = remaining(len(axes), w_shared)
+    x_free = remaining(len(x_axes), x_shared)
     if is_broadcast(take(axes, (*contract[operand], *w_free))):
         return None
-    shared = zip(
-        (*contract[operand], *batch[operand]), (*contract[other], *x_batch), strict=True
-    )
-    for w_position, x_position in shared:
+    for k, w_axis in zip(x_shared, take(axes, w_shared), strict=True):
         # Along a broadcast batch axis, all entries share one kernel.
-        if not is_broadcast([axes[w_position]]):
-            x_axes[x_position] = axes[w_position]
+        if not is_broadcast([w_axis]):
+            x_axes[k] = w_axis
     free = [take(x_axes, x_free)]
     free.insert(operand, take(axes, w_free))
     batch_axes = take(x_axes, x_batch)
@@ -206,7 +198,7 @@ def _read_product(
 
 
 def _read_ragged_product(
-    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+    eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes
 ) -> Meaning:
     """Read `lax.ragged_dot`, which multiplies each group of rows by a separate kernel."""
     numbers = parameter(eqn, "ragged_dot_dimension_numbers")
@@ -237,18 +229,15 @@ def _rows(
     starts = [0, *itertools.accumulate(map(len, x_axes))]
     in_x = []
     for k in order:
-        in_x += _foreign_atoms(x_axes[k], starts[k])
-    in_y = _foreign_atoms(axes_lib.flatten(y_axes))
+        atoms = enumerate(x_axes[k], starts[k])
+        in_x += [p for p, atom in atoms if not atom.of_leaf]
+    atoms = enumerate(axes_lib.flatten(y_axes))
+    in_y = [p for p, atom in atoms if not atom.of_leaf]
     return tuple(zip(in_y, in_x, strict=True))
 
 
-def _foreign_atoms(atoms: Sequence[Atom], start: int = 0) -> list[int]:
-    """Return the positions of the atoms that are not the leaf's. The first atom has the position `start`."""
-    return [k for k, atom in enumerate(atoms, start) if not atom.of_leaf]
-
-
 def _read_convolution(
-    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+    eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes
 ) -> Meaning:
     """Read a convolution's kernel.
 
@@ -309,7 +298,7 @@ def _read_convolution(
 
 
 def _read_lookup(
-    eqn: JaxprEqn, operand: int, axes: Axes, data: Sequence[Axes]
+    eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes
 ) -> Read | None:
     """Read a gather that takes one whole table row per index. Return None for any other gather."""
     numbers = parameter(eqn, "dimension_numbers")
@@ -317,8 +306,8 @@ def _read_lookup(
     table = shapes(eqn.invars)[0]
     collapsed = numbers.collapsed_slice_dims
     index_map = numbers.start_index_map
-    cut = [k for k, size in enumerate(sizes) if size != table[k]]
-    taken = cut or list(collapsed)
+    taken = [k for k, size in enumerate(sizes) if size != table[k]]
+    taken = taken or list(collapsed)
     if operand != 0 or len(taken) != 1 or is_broadcast(axes):
         return None
     (row_axis,) = taken
@@ -338,8 +327,14 @@ def _read_lookup(
     row[row_axis] = ()
     kept = take(row, remaining(len(row), collapsed))
     y_axes = axes_lib.insert(data[1][:-1], numbers.offset_dims, kept)
-    geometry = Lookup(table[row_axis], tuple(index_map).index(row_axis), drops)
-    return _read(eqn, 0, "embedding", (axes[row_axis],), y_axes, geometry=geometry)
+    return _read(
+        eqn,
+        operand,
+        "embedding",
+        (axes[row_axis],),
+        y_axes,
+        geometry=Lookup(table[row_axis], tuple(index_map).index(row_axis), drops),
+    )
 
 
 READS: dict[str, Rule] = {
@@ -388,7 +383,7 @@ def _alike(
     like: Callable[..., Any],
     operand: int,
     axes: Axes,
-    data: Sequence[Axes],
+    data: DataAxes,
 ) -> Meaning:
     """Return the meaning of the only equation in `like`, with inputs numbered as in `eqn`.
 

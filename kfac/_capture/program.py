@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -111,7 +111,9 @@ class Op:
     @property
     def length(self) -> int:
         """The number of iterations, which is 1 unless the op is a scan."""
-        return self.scan.length if self.scan else 1
+        if self.scan is None:
+            return 1
+        return self.scan.length
 
     @property
     def loops(self) -> tuple[Op, ...]:
@@ -173,11 +175,9 @@ class Program:
           The results' states.
         """
         env = dict(zip(self.inputs, states, strict=True))
-        for const in self.consts:
-            env[const] = constant(const)
 
         def read(value: Value) -> State:
-            return env[value] if value.number is None else constant(value)
+            return env[value] if value in env else constant(value)
 
         for op in self.ops:
             results = visit(op, list(map(read, op.inputs)))
@@ -230,8 +230,8 @@ def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list
     jaxpr = closed.jaxpr
     constants = list(map(_value, jaxpr.constvars))
     into.consts.update(zip(constants, closed.consts, strict=True))
-    env: dict[Var, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env: dict[Var, Value] = dict(zip(variables, [*constants, *inputs], strict=True))
 
     def read(var: parameters.Variable) -> Value:
         return _value(var) if isinstance(var, Literal) else env[var]
@@ -266,11 +266,7 @@ def _constrained(
                 jax.lax.with_sharding_constraint, shardings=sharding
             )
             array = jax.ShapeDtypeStruct(value.shape, value.dtype)
-            jaxpr = jax.make_jaxpr(put)(array).jaxpr
-            result[k] = replace(value)
-            program.ops.append(
-                Op(jaxpr.eqns[0], jaxpr, [value], [result[k]], around=program.around)
-            )
+            (result[k],) = _inline(program, jax.make_jaxpr(put)(array), [value])
     return result
 
 
@@ -411,10 +407,10 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
         return [Reached(way.live, summed, unmarked)] * len(op.inputs)
     if op.scan is None:
         return _note_reached(op.inner, ways, roots)
-    ways = _not_summed(ways)
+    # An input of a scan never counts as summed, because the body may do anything with it.
+    ways = [way._replace(summed=False) for way in ways]
     while True:
-        # An input of a scan never counts as summed, because the body may do anything with it.
-        inputs = _not_summed(_note_reached(op.inner, ways, roots))
+        inputs = _note_reached(op.inner, ways, roots)
         # A carry also reaches the loss through later iterations.
         more = list(ways)
         for k in range(op.scan.carried):
@@ -422,7 +418,3 @@ def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[R
         if more == ways:
             return inputs
         ways = more
-
-
-def _not_summed(ways: Sequence[Reached]) -> list[Reached]:
-    return [way._replace(summed=False) for way in ways]

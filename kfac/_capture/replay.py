@@ -12,7 +12,7 @@ from jax import lax
 
 from kfac._capture import equations, primitives
 from kfac._capture.parameters import chosen
-from kfac._capture.program import Op, Program, Value, flat
+from kfac._capture.program import Op, Program, flat
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
@@ -35,11 +35,15 @@ def _any_shared(values: Sequence[MaybeShared]) -> bool:
 
 
 def _rows(value: MaybeShared) -> jax.Array:
-    return value.rows if isinstance(value, Shared) else value
+    if isinstance(value, Shared):
+        return value.rows
+    return value
 
 
 def _alone(value: MaybeShared) -> jax.Array:
-    return value.rows[0] if isinstance(value, Shared) else value
+    if isinstance(value, Shared):
+        return value.rows[0]
+    return value
 
 
 class Replayed(NamedTuple):
@@ -73,11 +77,11 @@ def replay(
 def _replay(
     program: Program, arguments: Sequence[Replayed], plan: Plan, probes: Probes
 ) -> tuple[list[Replayed], Handed]:
-    def constant(value: Value) -> Replayed:
-        return Replayed(program.constant(value))
-
     replaying = _Replay(plan, dict(probes))
-    return program.run(arguments, constant, replaying.visit), replaying.handed
+    results = program.run(
+        arguments, lambda value: Replayed(program.constant(value)), replaying.visit
+    )
+    return results, replaying.handed
 
 
 @dataclass
@@ -195,8 +199,7 @@ def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[A
         whole = [jnp.broadcast_to(_at_axis(value, axis), shape) for value in values]
         return [primitives.ELEMENTWISE[op.name](*whole)]
     axes = [0 if isinstance(value, Shared) else None for value in values]
-    compute = jax.vmap(op.compute, in_axes=(axes,))
-    outs = compute(arrays)
+    outs = jax.vmap(op.compute, in_axes=(axes,))(arrays)
     if axis is None:
         return list(map(Shared, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
@@ -210,7 +213,7 @@ def _at_axis(value: MaybeShared, axis: int) -> jax.Array:
 
 
 # From a scan's body, its arguments and slices of a pytree, compute an iteration's results and a pytree.
-Step = Callable[[Program, list[Any], Any], tuple[list[Any], Any]]
+Step = Callable[..., tuple[list[Any], Any]]
 
 
 def _scan_by(

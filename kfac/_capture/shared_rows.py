@@ -6,7 +6,6 @@ broadcast (`meet_examples`). At this broadcast, each example gets a gradient of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
@@ -14,13 +13,11 @@ from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.primitives import ELEMENTWISE
 from kfac._capture.program import Op
-from kfac._capture.states import Data, Operand, State, Use, View, shared_by
+from kfac._capture.states import Data, Operands, Use, View, shared_by
 
 
-def meet_examples(
-    found: Findings, op: Op, operands: Sequence[Operand]
-) -> Sequence[State] | None:
-    """Return the states after an op at which shared rows meet the examples, or None for any other op.
+def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
+    """Record whether shared rows meet the examples at an op. If they do, its result is data like any other.
 
     If shared rows meet the examples in a broadcast, each example has a gradient of its own with respect to these
     rows. If shared rows are added to the examples' part of the loss, they reach the loss by themselves.
@@ -28,25 +25,25 @@ def meet_examples(
     if op.inner and not op.scan:
         found.plan.look_inside(op)
     if op.inner or not all(isinstance(x.state, Data) for x in operands):
-        return None
+        return False
     if op.summed and op.name in SUMS and _beside_examples(operands):
         found.leaked |= shared_by(operands)
-        return [Data()]
+        return True
     axis = _axis_of_examples(op, operands, found.n)
     if axis is None:
-        return None
+        return False
     found.plan.merges[op] = axis
     found.plan.look_inside(op)
     found.merged |= shared_by(operands)
-    return [Data()]
+    return True
 
 
-def _beside_examples(operands: Sequence[Operand]) -> bool:
+def _beside_examples(operands: Operands) -> bool:
     """Return whether another operand than the shared rows depends on the batch."""
     return any(x.value.of_batch and not x.state.shared for x in operands)
 
 
-def _axis_of_examples(op: Op, operands: Sequence[Operand], n: int | None) -> int | None:
+def _axis_of_examples(op: Op, operands: Operands, n: int | None) -> int | None:
     """Return the result's axis at which shared rows meet the examples, or None if they do not."""
     shapes = {x.value.shape for x in operands if x.state.shared}
     broadcasts = op.name == "broadcast_in_dim"
@@ -64,7 +61,7 @@ def _axis_of_examples(op: Op, operands: Sequence[Operand], n: int | None) -> int
     return met[0]
 
 
-def stay_shared(op: Op, operands: Sequence[Operand]) -> bool:
+def stay_shared(op: Op, operands: Operands) -> bool:
     """Return whether the result of an op that reads shared rows is shared by all examples, too."""
     if op.inner:
         return not op.scan

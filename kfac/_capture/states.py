@@ -15,14 +15,13 @@ A `Use` is an operation in which a parameter meets data, with its place in the p
 
 from __future__ import annotations
 
-import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes, Axis
+from kfac._capture.axes import Atom, Axes, Axis, Moves, atoms_of, flatten
 from kfac._capture.examples import positions_of_examples
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Value
@@ -93,8 +92,15 @@ class View:
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
         """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
-        atoms = axes_lib.atoms_of(self.stack + self.axes)
+        atoms = atoms_of(self.stack + self.axes)
         return axes_lib.picks(self.shape, self.start, atoms)
+
+    def moved(self, axes: Axes, moves: Moves) -> View:
+        """Return the view in another form, which starts further along some leaf axes."""
+        start = list(self.start)
+        for axis, count in moves:
+            start[axis] += count
+        return replace(self, axes=axes, start=tuple(start))
 
 
 @dataclass(frozen=True)
@@ -137,11 +143,14 @@ class Operand(NamedTuple):
         return isinstance(self.state, View) and self.state.mixed
 
 
-def leaves_of(operands: Iterable[Operand]) -> Leaves:
+Operands = Sequence[Operand]
+
+
+def leaves_of(operands: Operands) -> Leaves:
     return NONE.union(*(x.state.leaves for x in operands))
 
 
-def shared_by(operands: Iterable[Operand]) -> Ops:
+def shared_by(operands: Operands) -> Ops:
     """Return the late uses from whose results the operands are computed."""
     return Ops().union(*(x.state.shared for x in operands))
 
@@ -189,7 +198,7 @@ class Use:
 
     @property
     def scanned(self) -> tuple[Atom, ...]:
-        return tuple(axes_lib.flatten(self.view.stack))
+        return tuple(flatten(self.view.stack))
 
     @property
     def copies(self) -> tuple[Atom, ...]:
@@ -228,11 +237,8 @@ class Use:
     @property
     def rows(self) -> int:
         """The number of rows: the positions of all examples, in all iterations that share the parameter."""
-        count = self.times
-        for atom in axes_lib.flatten(self.read.y_axes):
-            if not atom.of_leaf:
-                count *= atom.size
-        return count
+        atoms = flatten(self.read.y_axes)
+        return self.times * math.prod(a.size for a in atoms if not a.of_leaf)
 
     def for_all(self, n: int) -> Use:
         """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
@@ -262,7 +268,7 @@ class Use:
         positions = positions_of_examples(along + self.for_all(n).read.y_axes, n)
         if positions is None:
             return None
-        in_loops = len(axes_lib.flatten(along))
+        in_loops = len(flatten(along))
         outer = [p for p in positions if p < in_loops]
         # A scan may iterate over a faster part of the examples than its body holds.
         if list(positions[: len(outer)]) != sorted(outer):
@@ -272,8 +278,8 @@ class Use:
     @property
     def roles(self) -> dict[Atom, str]:
         """Each kernel atom's role: `"in"`, `"out"` or `"stack"`."""
-        inputs = axes_lib.atoms_of(self.read.x_axes)
-        outputs = axes_lib.atoms_of(self.read.y_axes)
+        inputs = atoms_of(self.read.x_axes)
+        outputs = atoms_of(self.read.y_axes)
         return {
             **dict.fromkeys(inputs, "in"),
             **dict.fromkeys(outputs, "out"),
@@ -295,7 +301,7 @@ class Use:
 
 def by_part(uses: Sequence[Use]) -> list[list[Use]]:
     """Group uses by the part of the leaf that they read. Usually there is a single group, for the whole leaf."""
-    parts: dict[tuple[int, ...], list[Use]] = collections.defaultdict(list)
+    parts: dict[tuple[int, ...], list[Use]] = {}
     for use in uses:
-        parts[use.view.start].append(use)
+        parts.setdefault(use.view.start, []).append(use)
     return list(parts.values())

@@ -5,7 +5,6 @@ Each function returns the state of the operation's result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
@@ -19,6 +18,7 @@ from kfac._capture.states import (
     Derived,
     Joined,
     Operand,
+    Operands,
     Output,
     State,
     Use,
@@ -29,7 +29,7 @@ from kfac._capture.states import (
 KERNEL_OPS = frozenset({"dense", "conv"})
 
 
-def product(found: Findings, op: Op, operands: Sequence[Operand]) -> State:
+def product(found: Findings, op: Op, operands: Operands) -> State:
     """Return the state after a matrix product or convolution that reads a parameter."""
     problem = ""
     for k in sorted(range(len(operands)), key=lambda k: operands[k].repeated):
@@ -41,10 +41,9 @@ def product(found: Findings, op: Op, operands: Sequence[Operand]) -> State:
             result = _kernel(found, op, meaning, view, operands[meaning.other])
             if result is not None:
                 return result
-        elif isinstance(meaning, str):
-            problem = problem or meaning
-        else:
-            problem = problem or "its entries are repeated before the product"
+        elif not problem:
+            repeated = "its entries are repeated before the product"
+            problem = meaning if isinstance(meaning, str) else repeated
     return derive(found, op, operands, problem)
 
 
@@ -62,21 +61,22 @@ def _kernel(
     found.meets(
         state, op, "it is broadcast to the examples, which then see it as an activation"
     )
+    operation = op.describe()
     if value.concatenated and not found.beside_others:
-        found.beside_others = op.describe()
+        found.beside_others = operation
     for leaf in view.beside:
-        found.note(
-            leaf, op.describe(), "the kernel is a different array, computed from it"
-        )
+        found.note(leaf, operation, "the kernel is a different array, computed from it")
     use = Use(read, view, op, late=not has_rows)
     reason = _why_inexact(view)
     if not reason and found.hidden and not value.from_arguments:
         reason = "it reads constants, which the examples that the loss hides may share"
     if reason:
-        found.note_use(use, reason, op.describe())
+        found.note_use(use, reason, operation)
         return Data()
     result = found.add(use)
-    return result if has_rows else replace(result, shared=state.shared | {op})
+    if has_rows:
+        return result
+    return replace(result, shared=state.shared | {op})
 
 
 def _why_inexact(view: View) -> str:
@@ -106,8 +106,8 @@ def elementwise(
     joined = _join(found, op, read, view, data.output)
     # The atoms do not show a batch of one example, or examples that a scan iterates over. An unknown batch may have
     # one example.
-    repeats = is_broadcast(axes) or any(result.grown) or found.n is None
-    repeats = repeats or any(loop.longer for loop in op.loops)
+    hidden = found.n is None or any(loop.longer for loop in op.loops)
+    repeats = hidden or is_broadcast(axes) or any(result.grown)
     if joined or (repeats and value.of_batch and not data.shared):
         if view.inexact or view.beside:
             return None
@@ -220,9 +220,7 @@ def _pair_atoms(
 # -- everything else ---------------------------------------------------------------------------------------------------
 
 
-def derive(
-    found: Findings, op: Op, operands: Sequence[Operand], reason: str = ""
-) -> State:
+def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> State:
     """Return the state after an op that combines parameters in a way without exact rows.
 
     If the parameters meet data, the result is data, and the leaves are noted as inexact (except in a penalty that
@@ -253,7 +251,7 @@ def derive(
 
 
 def _combine(
-    found: Findings, op: Op, operand: int, view: View, operands: Sequence[Operand]
+    found: Findings, op: Op, operand: int, view: View, operands: Operands
 ) -> View:
     """Return the state after operand number `operand`, a view, is combined with others to an array of its shape."""
     # Select by position, because `w * w` reads the same view twice.
