@@ -198,9 +198,11 @@ class Reads(Findings):
 
 def _reads_batch(operands: Operands) -> bool:
     """Return whether an op combines a view of a parameter with data of the batch."""
-    views = [isinstance(state, View) for _, state in operands]
-    batch = [value.of_batch and isinstance(state, Data) for value, state in operands]
-    return any(views) and any(batch)
+    views = batch = False
+    for value, state in operands:
+        views |= isinstance(state, View)
+        batch |= isinstance(state, Data) and value.of_batch
+    return views and batch
 
 
 def _behind_barrier(state: State) -> State:
