@@ -24,7 +24,7 @@ ANY_SHARE = 0.19  # arguments whose annotation contains `Any`, as a share of all
 FUNCTION = 108  # lines of a function
 INSIDE = 21  # test files that import private modules
 # The modules that may read equations.
-READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters", "primitives", "replay")}
+READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters", "primitives", "axis_rules", "replay")}
 
 # The rooms in the order of their imports: each may import from the same row and from those above.
 ROOMS = (

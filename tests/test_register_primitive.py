@@ -109,6 +109,16 @@ def test_registered_operations_have_the_statistics_of_what_they_are_like(registe
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+def test_like_may_call_a_jitted_function_with_a_number(registered):
+    @jax.jit
+    def swapped(w, unused):
+        return w.T
+
+    kfac.register_primitive(own_transpose, lambda w: swapped(w, 2.0))
+    params, x = parameters(), normal(4, N, D, dtype=np.float32)
+    assert kfac.find_layers(own, params, x) == kfac.find_layers(written, params, x)
+
+
 def test_without_an_entry_they_have_the_gradients_own_factors():
     params, x = parameters(), normal(4, N, D, dtype=np.float32)
     assert kinds(kfac.find_layers(own, params, x)) == dict.fromkeys(("in/b", "in/w", "middle"), "gradient") | {

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,34 +47,61 @@ Axis = tuple[Atom, ...]  # major to minor; an axis of size 1 has no atoms
 Axes = tuple[Axis, ...]
 
 
+def length(axis: Axis) -> int:
+    """Return an axis's number of entries."""
+    return math.prod(atom.size for atom in axis)
+
+
+def _whole(kind: int, size: int) -> Axis:
+    if size <= 1:
+        return ()
+    return (Atom(kind, 1, size),)
+
+
 def foreign(size: int) -> Axis:
     """Return an axis that comes from neither a leaf nor the batch."""
-    return (Atom(FOREIGN, 1, size),) if size > 1 else ()
+    return _whole(FOREIGN, size)
 
 
 def examples(n: int) -> Axis:
     """Return the axis of the examples."""
-    return (Atom(EXAMPLES, 1, n),) if n > 1 else ()
+    return _whole(EXAMPLES, n)
 
 
 def mixed(size: int) -> Axis:
     """Return an axis of examples that are not in batch order."""
-    return (Atom(MIXED, 1, size),) if size > 1 else ()
+    return _whole(MIXED, size)
+
+
+def leaf_axes(shape: Sequence[int]) -> Axes:
+    return tuple(map(_whole, range(len(shape)), shape))
 
 
 def holds_examples(axis: Axis) -> bool:
     return any(atom.axis in (EXAMPLES, MIXED) for atom in axis)
 
 
-def leaf_axes(shape: Sequence[int]) -> Axes:
-    return tuple(
-        (Atom(k, 1, size),) if size > 1 else () for k, size in enumerate(shape)
-    )
+def take(axes: Sequence[Axis], positions: Iterable[int]) -> Axes:
+    """Return the axes at these positions."""
+    return tuple(axes[k] for k in positions)
+
+
+def insert(axes: Axes, positions: Iterable[int], new: Iterable[Axis]) -> Axes:
+    """Return `axes` with the axes `new` at these positions of the result, in ascending order."""
+    result = list(axes)
+    for k, axis in zip(positions, new, strict=True):
+        result.insert(k, axis)
+    return tuple(result)
+
+
+def remaining(count: int, used: Collection[int]) -> list[int]:
+    """Return the positions of `count` axes, except the positions in `used`."""
+    return [k for k in range(count) if k not in used]
 
 
 def flatten(axes: Iterable[Axis]) -> list[Atom]:
     """Return all atoms in `axes`, in array order."""
-    return [atom for axis in axes for atom in axis]
+    return list(itertools.chain.from_iterable(axes))
 
 
 def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
@@ -83,51 +111,48 @@ def atoms_of(axes: Iterable[Axis]) -> list[Atom]:
 
 def begins(axes: Axes, position: int) -> int | None:
     """Return the index of the axis that begins with atom number `position`, or None if no axis begins there."""
-    starts = itertools.accumulate(map(len, axes), initial=0)
-    axes_there = [
-        k
-        for k, (axis, start) in enumerate(zip(axes, starts, strict=False))
-        if axis and start == position
-    ]
-    return axes_there[0] if axes_there else None
+    start = 0
+    for k, axis in enumerate(axes):
+        if axis and start == position:
+            return k
+        start += len(axis)
+    return None
 
 
 def is_part(part: Atom, whole: Atom) -> bool:
     """Return whether `part` is a piece of `whole`."""
-    return (
-        part.axis == whole.axis
-        and whole.stride <= part.stride < whole.stride * whole.size
-    )
+    end = whole.stride * whole.size
+    return part.axis == whole.axis and whole.stride <= part.stride < end
 
 
 def is_broadcast(axes: Iterable[Axis]) -> bool:
     """Return whether some axis repeats the leaf. A repeated parameter counts as an activation."""
-    return any(not atom.of_leaf for axis in axes for atom in axis)
+    return not all(atom.of_leaf for atom in flatten(axes))
 
 
 def _merge(atoms: Iterable[Atom]) -> Axis:
+    """Merge neighbours that are one piece."""
     merged: list[Atom] = []
     for atom in atoms:
-        last = merged[-1] if merged else None
-        whole = (
-            last
-            and last.stride == atom.stride * atom.size
-            and last.flipped == atom.flipped
-        )
-        if last and last.axis == atom.axis == FOREIGN:
-            merged[-1] = Atom(FOREIGN, 1, last.size * atom.size)
-        elif last and whole and last.axis == atom.axis:
-            merged[-1] = atom._replace(size=last.size * atom.size)
-        else:
+        both = _joined(merged[-1], atom) if merged else None
+        if both is None:
             merged.append(atom)
+        else:
+            merged[-1] = both
     return tuple(merged)
 
 
-def _split(atom: Atom, major: int) -> tuple[Atom, Atom]:
-    minor = atom.size // major
-    return atom._replace(stride=atom.stride * minor, size=major), atom._replace(
-        size=minor
-    )
+def _joined(major: Atom, minor: Atom) -> Atom | None:
+    """Return two neighbours as one atom, or None if they are not one piece."""
+    if major.axis != minor.axis:
+        return None
+    size = major.size * minor.size
+    if minor.axis == FOREIGN:
+        return Atom(FOREIGN, 1, size)
+    adjacent = major.stride == minor.stride * minor.size
+    if not adjacent or major.flipped != minor.flipped:
+        return None
+    return minor._replace(size=size)
 
 
 def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
@@ -135,10 +160,10 @@ def reshape(axes: Axes, shape: Sequence[int]) -> Axes | None:
     pairs = _in_pairs(flatten(axes), flatten(leaf_axes(shape)))
     if pairs is None:
         return None
-    return tuple(
-        _merge(atom for atom, part in pairs if part.axis == k)
-        for k in range(len(shape))
-    )
+    result: list[list[Atom]] = [[] for _ in shape]
+    for atom, part in pairs:
+        result[part.axis].append(atom)
+    return tuple(map(_merge, result))
 
 
 def flip(axis: Axis) -> Axis:
@@ -149,34 +174,41 @@ def flip(axis: Axis) -> Axis:
     )
 
 
-def cut(axis: Axis, start: int, size: int) -> tuple[Axis, list[tuple[int, int]]] | None:
+# Pairs of a leaf axis and the number of entries to skip before the first entry read.
+Moves = tuple[tuple[int, int], ...]
+
+
+def cut(axis: Axis, start: int, size: int) -> tuple[Axis, Moves] | None:
     """Cut an axis to the entries from `start` to `start + size`.
 
     Returns:
-      The axis after the cut, and pairs of a leaf axis and the number of entries to skip before the first entry read.
-      None if `size` is 0, or if the entries are not a box of atoms.
+      The axis after the cut, and how far the cut moves the first entry. None if `size` is 0, or if the entries are not
+      a box of atoms.
     """
-    if size == math.prod(atom.size for atom in axis):
-        return axis, []
-    if size == 0:
-        return None
-    *majors, minor = axis
-    if not majors:
-        first = minor.size - start - size if minor.flipped else start
-        left = (minor._replace(size=size),) if size > 1 else ()
-        return left, [(minor.axis, first * minor.stride)] if minor.of_leaf else []
-    major, at = divmod(start, minor.size)
-    if at == 0 and size % minor.size == 0:
-        outer_cut = cut(tuple(majors), major, size // minor.size)
-        return outer_cut and ((*outer_cut[0], minor), outer_cut[1])
-    if at + size <= minor.size:
-        outer, inner = cut(tuple(majors), major, 1), cut((minor,), at, size)
-        return outer and inner and (inner[0], outer[1] + inner[1])
+    inner = length(axis)
+    if size == inner:
+        return axis, ()
+    moves: Moves = ()
+    # The slower atoms are cut to a single entry, until the entries reach beyond one entry of an atom.
+    for k, atom in enumerate(axis):
+        inner //= atom.size
+        first, start = divmod(start, inner)
+        count = max(1, size // inner)
+        if atom.of_leaf:
+            skipped = atom.size - first - count if atom.flipped else first
+            moves += ((atom.axis, skipped * atom.stride),)
+        if start == size % inner == 0 < size:
+            left = axis[k + 1 :]
+            if count > 1:
+                left = (atom._replace(size=count), *left)
+            return left, moves
+        if start + size > inner:
+            break
     return None
 
 
 def picks(
-    shape: Sequence[int], start: Sequence[int], atoms: Iterable[Atom]
+    shape: Sequence[int], start: Sequence[int], atoms: Sequence[Atom]
 ) -> tuple[tuple[Atom, int], ...] | None:
     """Find out which of a leaf's equal parts an array is.
 
@@ -192,10 +224,9 @@ def picks(
     """
     picked: list[tuple[Atom, int]] = []
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
+        read = [atom for atom in atoms if atom.axis == axis]
+        read.sort(key=lambda atom: atom.stride)
         inner = 1
-        read = sorted(
-            (atom for atom in atoms if atom.axis == axis), key=lambda atom: atom.stride
-        )
         missing = []
         for atom in (*read, Atom(axis, size, 1)):
             if atom.stride % inner or first // atom.stride % atom.size:
@@ -213,9 +244,7 @@ def entries(
 ) -> np.ndarray:
     """Return the indices, into a flat leaf of shape `shape`, of an array with `atoms` from major to minor."""
     weights = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    where = np.asarray(
-        sum(first * weight for first, weight in zip(start, weights, strict=True))
-    )
+    where = np.asarray(sum(map(operator.mul, start, weights)))
     for atom in atoms:
         steps = np.arange(atom.size) * atom.stride * weights[atom.axis]
         where = where[..., None] + (steps[::-1] if atom.flipped else steps)
@@ -226,79 +255,84 @@ def with_rows(axes: Axes, rows: Axes) -> Axes:
     """Return the axes of a broadcast leaf, with foreign atoms replaced by the data's atoms in `rows`."""
     result = []
     for axis, data in zip(axes, rows, strict=True):
-        refined = (
-            None
-            if not axis or all(atom.of_leaf for atom in axis)
-            else common_refinement(axis, data)
-        )
-        result.append(
-            axis
-            if refined is None
-            else _merge(a if a.of_leaf else b for a, b in refined)
-        )
+        pairs = common_refinement(axis, data) if is_broadcast([axis]) else None
+        if pairs is not None:
+            axis = _merge(own if own.of_leaf else other for own, other in pairs)
+        result.append(axis)
     return tuple(result)
 
 
 def _in_pairs(a: Sequence[Atom], b: Sequence[Atom]) -> list[tuple[Atom, Atom]] | None:
     """Cut two lists of atoms into pairs of equal size. Return None if the sizes do not divide or the totals differ."""
-    left, right = list(a)[::-1], list(b)[::-1]
+    left = list(a)
+    right = list(b)
     pairs = []
     while left and right:
-        x, y = left.pop(), right.pop()
-        size = min(x.size, y.size)
-        if x.size % size or y.size % size:
+        size = min(left[0].size, right[0].size)
+        first = _split_off(left, size)
+        second = _split_off(right, size)
+        if first is None or second is None:
             return None
-        for atom, rest in ((x, left), (y, right)):
-            if atom.size > size:
-                rest.append(_split(atom, size)[1])
-        pairs.append((_split(x, size)[0], _split(y, size)[0]))
-    return pairs if not left and not right else None
+        pairs.append((first, second))
+    if left or right:
+        return None
+    return pairs
+
+
+def _split_off(atoms: list[Atom], size: int) -> Atom | None:
+    """Remove an atom of this size from the front of a list, or return None if the first atom's size is no multiple."""
+    atom = atoms.pop(0)
+    minor, rest = divmod(atom.size, size)
+    if rest:
+        return None
+    if minor > 1:
+        atoms.insert(0, atom._replace(size=minor))
+    return atom._replace(stride=atom.stride * minor, size=size)
 
 
 def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
     """Cut two axes into pairs of atoms with equal size and direction, or return None if that is impossible."""
     pairs = _in_pairs(a, b)
-    return (
-        None
-        if pairs is None or any(x.flipped != y.flipped for x, y in pairs)
-        else pairs
-    )
+    if pairs is None or any(x.flipped != y.flipped for x, y in pairs):
+        return None
+    return pairs
 
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
     """Split leaf atoms that a reshape has merged from several `parts`. Return None if a cut would go through a part."""
     result: list[Atom] = []
     for atom in axis:
-        inside = sorted(
-            (part for part in parts if is_part(part, atom)),
-            key=lambda part: part.memory_order,
-        )
-        if len(inside) > 1 and math.prod(part.size for part in inside) == atom.size:
+        inside = [part for part in parts if is_part(part, atom)]
+        inside.sort(key=lambda part: part.memory_order)
+        if len(inside) > 1 and length(tuple(inside)) == atom.size:
             result += [part._replace(flipped=atom.flipped) for part in inside]
-        elif atom.of_leaf and not any(
-            is_part(atom, p) and atom.stride * atom.size <= p.stride * p.size
-            for p in parts
-        ):
+        elif atom.of_leaf and not any(_lies_in(atom, part) for part in parts):
             return None
         else:
             result.append(atom)
     return tuple(result)
 
 
+def _lies_in(atom: Atom, part: Atom) -> bool:
+    ends_inside = atom.stride * atom.size <= part.stride * part.size
+    return ends_inside and is_part(atom, part)
+
+
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:
     """Return the layout that gives each leaf atom its role. Neighbours with the same role become one axis."""
-    ordered = sorted(roles, key=lambda pair: pair[0].memory_order)
-    runs = [
-        (role, [atom.size for atom, _ in run])
-        for role, run in itertools.groupby(ordered, lambda pair: pair[1])
-    ]
-    return Layout(
-        tuple(role for role, _ in runs), tuple(math.prod(sizes) for _, sizes in runs)
-    )
+    names: list[str] = []
+    sizes: list[int] = []
+    for atom, role in sorted(roles, key=lambda pair: pair[0].memory_order):
+        if names[-1:] == [role]:
+            sizes[-1] *= atom.size
+        else:
+            names.append(role)
+            sizes.append(atom.size)
+    return Layout(tuple(names), tuple(sizes))
 
 
 def arrangement(
-    axes: Axes, copies: Iterable[Atom], examples: Sequence[int], rows: Sequence[int]
+    axes: Axes, copies: Collection[Atom], examples: Sequence[int], rows: Sequence[int]
 ) -> Arrangement:
     """Return how an array with these axes becomes rows of features.
 
@@ -310,11 +344,9 @@ def arrangement(
       examples: indices of the atoms that hold the examples. The atoms of `axes` are counted in array order.
       rows: indices of the atoms that hold an example's positions.
     """
-    flat, copies = flatten(axes), set(copies)
-    leaf = sorted(
-        (k for k, atom in enumerate(flat) if atom.of_leaf),
-        key=lambda k: flat[k].memory_order,
-    )
+    flat = flatten(axes)
+    leaf = [k for k, atom in enumerate(flat) if atom.of_leaf]
+    leaf.sort(key=lambda k: flat[k].memory_order)
     return Arrangement(
         split=tuple(atom.size for atom in flat),
         copies=tuple(k for k in leaf if flat[k] in copies),

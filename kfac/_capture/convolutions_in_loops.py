@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from kfac._capture.parameters import parameter
+from kfac._capture.parameters import PARAMETERS, chosen
 from kfac._capture.replay import rewrite
 from kfac._statistics.convolution import padded
 
@@ -28,49 +29,38 @@ def fast_in_loops(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     The result is not meant to be differentiated. Convolutions inside a `custom_vjp` or `jax.checkpoint` stay unchanged.
     """
-    return (
-        rewrite(fn, {"conv_general_dilated": _convolution})
-        if jax.default_backend() == "cpu"
-        else fn
-    )
+    if jax.default_backend() != "cpu":
+        return fn
+    return rewrite(fn, "conv_general_dilated", _convolution)
 
 
-def _convolution(eqn: Any, image: jax.Array, kernel: jax.Array) -> jax.Array:
+def _channels_last(batch: int, channels: int, *spatial: int) -> tuple[int, ...]:
+    return (batch, *spatial, channels)
+
+
+def _convolution(eqn: JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
     """Compute a convolution in the fast layout, with transposes of its operands and of its result.
 
     In this layout, images have the batch first and the channels last. Kernels have the window first, then input
     channels, then output channels.
     """
-    numbers = parameter(eqn, "dimension_numbers")
-    image_order = (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1])
-    kernel_order = (*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
-    out_order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
-    rank = image.ndim
-    last = (0, rank - 1, *range(1, rank - 1))
-    canonical = lax.ConvDimensionNumbers(
-        last, (rank - 1, rank - 2, *range(rank - 2)), last
+    options = chosen(eqn, PARAMETERS["conv_general_dilated"])
+    numbers = options["dimension_numbers"]
+    image = image.transpose(_channels_last(*numbers.lhs_spec))
+    out_channels, in_channels, *window = numbers.rhs_spec
+    kernel = kernel.transpose(*window, in_channels, out_channels)
+    spatial = range(image.ndim - 2)
+    last = (0, image.ndim - 1, *range(1, image.ndim - 1))
+    options["dimension_numbers"] = lax.ConvDimensionNumbers(
+        last, (image.ndim - 1, image.ndim - 2, *spatial), last
     )
-    named = (
-        "window_strides",
-        "padding",
-        "lhs_dilation",
-        "rhs_dilation",
-        "feature_group_count",
-        "batch_group_count",
-    )
-    options = {
-        key: parameter(eqn, key)
-        for key in (*named, "precision", "preferred_element_type")
-    }
-    image, kernel = image.transpose(image_order), kernel.transpose(kernel_order)
     if math.prod(kernel.shape[:-2]) > math.prod(image.shape[1:-1]):
         # XLA would exchange image and kernel, and has no fast code for the result. If the image is already padded, XLA
         # sees no gain in the exchange. The barrier keeps XLA from undoing the padding.
-        image = lax.optimization_barrier(
-            padded(image, options["padding"], options["lhs_dilation"])
-        )
-        options |= {"padding": [(0, 0)] * (rank - 2), "lhs_dilation": [1] * (rank - 2)}
-    out = lax.conv_general_dilated(
-        image, kernel, dimension_numbers=canonical, **options
-    )
-    return out.transpose([out_order.index(k) for k in range(rank)])
+        image = padded(image, options["padding"], options["lhs_dilation"])
+        image = lax.optimization_barrier(image)
+        options["padding"] = [(0, 0)] * len(spatial)
+        options["lhs_dilation"] = [1] * len(spatial)
+    out = lax.conv_general_dilated(image, kernel, **options)
+    order = _channels_last(*numbers.out_spec)
+    return out.transpose(list(map(order.index, range(image.ndim))))

@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from kfac._capture.parameters import (
     CALLS,
@@ -20,6 +22,7 @@ from kfac._capture.parameters import (
     DEVICE_SUMS,
     inner_program,
     parameter,
+    shapes,
 )
 
 SUMS = frozenset({"add", "add_any", "sub"})
@@ -33,8 +36,9 @@ IDENTITIES = frozenset(
         "sharding_constraint",
         "pvary",
         "pcast",
+        "reshard",
+        "mesh_cast",
     }
-    | {"reshard", "mesh_cast"}
 )
 FORMS = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"}
@@ -44,24 +48,24 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"
 _COMBINING = ("scatter", "reduce")
 
 
-def called(eqn: Any) -> tuple[str, Any] | None:
-    """Return the kind of an equation with a program inside, and this program as a closed jaxpr.
-
-    The kind is `"call"`, `"remat"` or `"scan"`. The result is None for any other equation.
-    """
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the program that an equation calls once, or None for any other equation."""
     name = eqn.primitive.name
     if name in CALLS:
-        return "call", inner_program(eqn, CALLS[name])
-    if name == "remat2":
-        return "remat", inner_program(eqn, "jaxpr")
-    if name == "scan":
-        return "scan", inner_program(eqn, "jaxpr")
+        return inner_program(eqn, CALLS[name])
     if name in CUSTOM_DERIVATIVES and registered(eqn) is LOOK_INSIDE:
-        return "call", inner_program(eqn, "call_jaxpr")
+        return inner_program(eqn, "call_jaxpr")
     return None
 
 
-def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+def body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the body of a scan or remat, or None for any other equation."""
+    if eqn.primitive.name in ("remat2", "scan"):
+        return inner_program(eqn, "jaxpr")
+    return None
+
+
+def shardings(eqn: JaxprEqn) -> tuple[Sequence[object], Sequence[object]]:
     """Return the shardings that a `jit` inside the loss gives its arguments and results.
 
     JAX represents an array without a sharding by a special object. Calls other than `jit` have no shardings at all.
@@ -71,13 +75,14 @@ def shardings(eqn: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     return parameter(eqn, "in_shardings"), parameter(eqn, "out_shardings")
 
 
-def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate(
+    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Evaluate an equation of the jaxpr `within` through the public `jaxpr_as_fun`."""
-    variables = {
-        var: value
-        for var, value in zip(eqn.invars, values, strict=True)
-        if not isinstance(var, jex.Literal)
-    }
+    variables = {}
+    for var, value in zip(eqn.invars, values, strict=True):
+        if not isinstance(var, jex.Literal):
+            variables[var] = value
     # Copy the surrounding jaxpr, because a new jaxpr needs debugging information that no public function makes.
     jaxpr = within.replace(
         constvars=[],
@@ -86,72 +91,82 @@ def evaluate(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
         eqns=[eqn],
         effects=eqn.effects,
     )
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*variables.values())
+    return jex.jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
-def evaluate_multiplier(within: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate_multiplier(
+    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Evaluate an equation on the multiplier of a parameter, which takes the parameter's place in `values`.
 
     For a registered operation, call its `like` function, because the operation itself may round.
     """
     like = registered(eqn)
-    return [like(*values)] if callable(like) else evaluate(within, eqn, values)
+    if callable(like):
+        return [like(*values)]
+    return evaluate(within, eqn, values)
 
 
-def inside(eqn: Any) -> Iterator[Any]:
+def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Yield the programs in an equation's parameters, except programs that only combine two elements."""
     if eqn.primitive.name.startswith(_COMBINING):
         return
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
+            if isinstance(item, ClosedJaxpr):
                 yield item.jaxpr
-            elif isinstance(item, jex.Jaxpr):
+            elif isinstance(item, Jaxpr):
                 yield item
 
 
 MARK = "kfac.output/"  # prefix of a marked output's name
 
 
-def mark(eqn: Any) -> str:
+def mark(eqn: JaxprEqn) -> str:
     """Return `"likelihood/weight"` from the name of a marked output, or an empty string for other equations."""
-    name = parameter(eqn, "name") if eqn.primitive.name == "name" else ""
+    if eqn.primitive.name != "name":
+        return ""
+    name = parameter(eqn, "name")
     return name.removeprefix(MARK) if name.startswith(MARK) else ""
 
 
-def holds_mark(eqn: Any) -> bool:
+def holds_mark(eqn: JaxprEqn) -> bool:
     """Return whether a program inside an equation marks an output."""
-    return any(
-        mark(inner) or holds_mark(inner)
-        for jaxpr in inside(eqn)
-        for inner in jaxpr.eqns
-    )
+    for jaxpr in inside(eqn):
+        if any(mark(inner) or holds_mark(inner) for inner in jaxpr.eqns):
+            return True
+    return False
 
 
-def devices_summed(eqn: Any) -> tuple[str, ...]:
+def devices_summed(eqn: JaxprEqn) -> tuple[str, ...]:
     """Return the device axes over which an equation sums."""
-    return tuple(parameter(eqn, "axes")) if eqn.primitive.name in DEVICE_SUMS else ()
+    if eqn.primitive.name in DEVICE_SUMS:
+        return tuple(parameter(eqn, "axes"))
+    return ()
 
 
-def stops_gradient(eqn: Any) -> bool:
+def stops_gradient(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _WITHOUT_GRADIENT
 
 
-def sums(eqn: Any) -> bool:
+def sums(eqn: JaxprEqn) -> bool:
     """Return whether each result entry is a signed sum of input entries, or an input entry scaled by one number."""
-    if eqn.primitive.name in ("mul", "div"):
-        sizes = [math.prod(var.aval.shape) for var in eqn.invars]
-        return sizes[1] == 1 or (sizes[0] == 1 and eqn.primitive.name == "mul")
-    return eqn.primitive.name in {*SUMS, "reduce_sum", "neg", *IDENTITIES, *FORMS}
+    name = eqn.primitive.name
+    if name in ("mul", "div"):
+        first, second = map(math.prod, shapes(eqn.invars))
+        return second == 1 or (first == 1 and name == "mul")
+    return name in SUMS | IDENTITIES | FORMS | {"reduce_sum", "neg"}
 
 
 # -- what a user has registered ----------------------------------------------------------------------------------------
 
 LOOK_INSIDE = "look inside"
 
-# Maps each registered operation to its `like` function, or to `LOOK_INSIDE`. A key is a primitive, the position of a
-# function in its source file, or the target name of a foreign function. Target names are unique in a process.
-_REGISTERED: dict[Any, Callable[..., Any] | str] = {}
+# A primitive, the position of a function in its source file, or the target name of a foreign function. Target names
+# are unique in a process.
+Key = jex.Primitive | str | tuple[str, int, str]
+# Maps each registered operation to its `like` function, or to `LOOK_INSIDE`.
+_REGISTERED: dict[Key, Callable[..., Any] | str] = {}
 
 
 def register_primitive(
@@ -197,28 +212,28 @@ def register_primitive(
     _REGISTERED[key] = LOOK_INSIDE if like is None else like
 
 
-def _key(operation: Any) -> Any:
+def _key(operation: object) -> Key | None:
     """Return the key of an operation in the registry, or None if the operation cannot be registered."""
-    if isinstance(operation, jex.Primitive) or (
-        isinstance(operation, str) and operation
-    ):
-        return operation
+    if isinstance(operation, jex.Primitive | str):
+        return operation or None
     written = inspect.unwrap(operation) if callable(operation) else None
     while isinstance(written, functools.partial):
         written = written.func
     code = getattr(written, "__code__", None)
+    # A function may define several such operations, and they cannot be told apart.
     if code is None or "<locals>" in code.co_qualname:
-        return None  # a function may define several such operations, and they cannot be told apart
+        return None
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
-def registered(eqn: Any) -> Callable[..., Any] | str | None:
+def registered(eqn: JaxprEqn) -> Callable[..., Any] | str | None:
     """Return the `like` function or `LOOK_INSIDE` that a user has registered for an equation, otherwise None."""
     if not _REGISTERED:
         return None
     keys: list[Any] = [eqn.primitive, _target(eqn)]
     inner = next(inside(eqn), None)
-    if inner is not None and (info := inner.debug_info) is not None:
+    info: Any = None if inner is None else inner.debug_info
+    if info is not None:
         place = info.func_filename, info.func_lineno
         keys.append((*place, info.func_name))
         if (
@@ -233,14 +248,15 @@ def registered(eqn: Any) -> Callable[..., Any] | str | None:
     return next((_REGISTERED[key] for key in keys if key in _REGISTERED), None)
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: JaxprEqn) -> str:
     """Return the name of a registered operation, for messages."""
     inner = next(inside(eqn), None)
-    return _target(eqn) or (
-        inner.debug_info.func_name if inner is not None else eqn.primitive.name
-    )
+    name = eqn.primitive.name if inner is None else inner.debug_info.func_name
+    return _target(eqn) or name
 
 
-def _target(eqn: Any) -> str | None:
+def _target(eqn: JaxprEqn) -> str | None:
     """Return the target name of the foreign function that an equation calls, or None for other equations."""
-    return parameter(eqn, "target_name") if eqn.primitive.name == "ffi_call" else None
+    if eqn.primitive.name == "ffi_call":
+        return parameter(eqn, "target_name")
+    return None

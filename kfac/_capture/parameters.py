@@ -6,10 +6,15 @@ A parameter's name and form may change with any JAX release, so no other module 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+Shape = tuple[int, ...]
+Variable = Var | Literal
 
 # The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
@@ -23,8 +28,9 @@ REDUCTIONS = frozenset(
         "reduce_and",
         "reduce_or",
         "reduce_xor",
+        "argmax",
+        "argmin",
     }
-    | {"argmax", "argmin"}
 )
 DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 
@@ -79,7 +85,22 @@ class UnknownEquationError(NotImplementedError):
     """The installed JAX gives an equation a form that this version of the package does not know."""
 
 
-def parameter(eqn: Any, name: str) -> Any:
+def array_type(variable: Variable) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a variable."""
+    aval: Any = variable.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def shapes(variables: Sequence[Variable]) -> list[Shape]:
+    return [array_type(variable).shape for variable in variables]
+
+
+def result_shape(eqn: JaxprEqn) -> Shape:
+    """Return the shape of an equation's first result."""
+    return array_type(eqn.outvars[0]).shape
+
+
+def parameter(eqn: JaxprEqn, name: str) -> Any:
     """Return an equation's parameter.
 
     Args:
@@ -95,11 +116,14 @@ def parameter(eqn: Any, name: str) -> Any:
     if name not in PARAMETERS.get(row, ()):
         raise ValueError(f"PARAMETERS has no {name!r} in the row of {row!r}")
     if name not in eqn.params:
-        raise _unknown(
-            eqn,
-            f"no parameter {name!r}, but {', '.join(sorted(eqn.params)) or 'none at all'}",
-        )
+        others = ", ".join(sorted(eqn.params)) or "none at all"
+        raise _unknown(eqn, f"no parameter {name!r}, but {others}")
     return eqn.params[name]
+
+
+def chosen(eqn: JaxprEqn, names: Sequence[str]) -> dict[str, Any]:
+    """Return some of an equation's parameters, by name."""
+    return {name: parameter(eqn, name) for name in names}
 
 
 class Scan(NamedTuple):
@@ -121,7 +145,7 @@ class Scan(NamedTuple):
         return self.consts + self.carried
 
 
-def scan(eqn: Any) -> Scan | None:
+def scan(eqn: JaxprEqn) -> Scan | None:
     """Return the roles of a scan's operands, or None if the equation is not a scan.
 
     The roles are derived from shapes, because JAX 0.11 changed the parameters that hold them. A sliced operand has a
@@ -135,44 +159,41 @@ def scan(eqn: Any) -> Scan | None:
         return None
     body = inner_program(eqn, "jaxpr").jaxpr
     length = parameter(eqn, "length")
-    sliced = _sliced(eqn.invars, body.invars, length)
-    stacked = _sliced(eqn.outvars, body.outvars, length)
-    carried = len(eqn.outvars) - stacked
-    consts = len(eqn.invars) - sliced - carried
-    entering = [var.aval.shape for var in eqn.invars[consts : consts + carried]]
-    leaving = [var.aval.shape for var in eqn.outvars[:carried]]
-    if consts < 0 or entering != leaving:
+    entering = shapes(eqn.invars)
+    leaving = shapes(eqn.outvars)
+    sliced = _sliced(entering, shapes(body.invars), length)
+    stacked = _sliced(leaving, shapes(body.outvars), length)
+    carried = len(leaving) - stacked
+    consts = len(entering) - sliced - carried
+    if consts < 0 or entering[consts : consts + carried] != leaving[:carried]:
         raise _unknown(
             eqn, "operands that are not constants, carry and slices in this order"
         )
     return Scan(consts, carried, length)
 
 
-def _sliced(outer: list[Any], inner: list[Any], length: int) -> int:
-    """Count the `outer` arrays that the scan slices or stacks, compared with the body's `inner` arrays."""
-    return sum(
-        a.aval.shape == (length, *b.aval.shape)
-        for a, b in zip(outer, inner, strict=True)
-    )
+def _sliced(outer: list[Shape], inner: list[Shape], length: int) -> int:
+    """Count the `outer` shapes that the scan slices or stacks, compared with the body's `inner` shapes."""
+    with_axis = [(length, *shape) for shape in inner]
+    return sum(map(operator.eq, outer, with_axis))
 
 
-def inner_program(eqn: Any, name: str) -> Any:
+def inner_program(eqn: JaxprEqn, name: str) -> ClosedJaxpr:
     """Return the closed jaxpr in the parameter `name`. JAX stores some jaxprs without constants.
 
     Raises:
       UnknownEquationError: the parameter does not hold a jaxpr.
     """
     program = parameter(eqn, name)
-    if isinstance(program, jex.ClosedJaxpr):
+    if isinstance(program, ClosedJaxpr):
         return program
-    if isinstance(program, jex.Jaxpr):
-        return jex.ClosedJaxpr(program, ())
-    raise _unknown(
-        eqn, f"a {type(program).__name__} in {name!r} where a jaxpr was expected"
-    )
+    if isinstance(program, Jaxpr):
+        return ClosedJaxpr(program, ())
+    found = type(program).__name__
+    raise _unknown(eqn, f"a {found} in {name!r} where a jaxpr was expected")
 
 
-def _unknown(eqn: Any, found: str) -> UnknownEquationError:
+def _unknown(eqn: JaxprEqn, found: str) -> UnknownEquationError:
     return UnknownEquationError(
         f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not know "
         "that form; install a JAX version that docs/comparison.md lists, or report it"

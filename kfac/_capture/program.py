@@ -7,16 +7,17 @@ define the meaning of an equation.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from kfac._capture import equations, parameters, primitives
 from kfac._capture.axes import Axes, Axis
@@ -24,7 +25,7 @@ from kfac._capture.axes import Axes, Axis
 State = TypeVar("State")
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Value:
     """An array of a program.
 
@@ -63,12 +64,11 @@ class Value:
     @property
     def grown(self) -> tuple[bool, ...]:
         """For each axis, whether it is longer with twice as many examples."""
-        return tuple(
-            a != b for a, b in zip(self.shape, self.twice or self.shape, strict=True)
-        )
+        twice = self.twice or self.shape
+        return tuple(map(operator.ne, self.shape, twice))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Op:
     """One equation of a program.
 
@@ -91,8 +91,8 @@ class Op:
       unmarked: whether a result reaches the loss on a path without a marked output.
     """
 
-    eqn: Any
-    within: Any
+    eqn: JaxprEqn
+    within: Jaxpr
     inputs: list[Value]
     outputs: list[Value]
     scan: parameters.Scan | None = None
@@ -111,7 +111,9 @@ class Op:
     @property
     def length(self) -> int:
         """The number of iterations, which is 1 unless the op is a scan."""
-        return self.scan.length if self.scan else 1
+        if self.scan is None:
+            return 1
+        return self.scan.length
 
     @property
     def loops(self) -> tuple[Op, ...]:
@@ -120,27 +122,25 @@ class Op:
 
     def meaning(self, operand: int, axes: Axes) -> primitives.Meaning:
         """Return what the op does with a parameter that has these axes and is its input number `operand`."""
-        return primitives.meaning(
-            self.eqn, operand, axes, [value.axes for value in self.inputs]
-        )
+        data = [value.axes for value in self.inputs]
+        return primitives.meaning(self.eqn, operand, axes, data)
 
     @functools.cached_property
     def product(self) -> bool:
         """Whether the op is a matrix product or convolution, or is registered as similar to either."""
         return primitives.is_product(self.eqn)
 
-    def compute(self, values: Sequence[Any]) -> list[Any]:
+    def compute(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)
 
     def describe(self) -> str:
         """Return the op's name and its inputs' shapes, for messages."""
-        return (
-            f"{self.name}({', '.join(str(list(value.shape)) for value in self.inputs)})"
-        )
+        shapes = [str(list(value.shape)) for value in self.inputs]
+        return f"{self.name}({', '.join(shapes)})"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Program:
     """Operations in execution order.
 
@@ -153,7 +153,7 @@ class Program:
     """
 
     inputs: list[Value]
-    consts: dict[Value, Any]
+    consts: dict[Value, jax.Array]
     ops: list[Op]
     outputs: list[Value]
     around: tuple[Op, ...] = ()
@@ -174,35 +174,34 @@ class Program:
         Returns:
           The results' states.
         """
-        env: dict[Value, State] = {const: constant(const) for const in self.consts}
-        env.update(zip(self.inputs, states, strict=True))
+        env = dict(zip(self.inputs, states, strict=True))
 
         def read(value: Value) -> State:
-            return env[value] if value.number is None else constant(value)
+            return env[value] if value in env else constant(value)
 
         for op in self.ops:
-            env.update(
-                zip(op.outputs, visit(op, list(map(read, op.inputs))), strict=True)
-            )
+            results = visit(op, list(map(read, op.inputs)))
+            env.update(zip(op.outputs, results, strict=True))
         return list(map(read, self.outputs))
+
+    def constant(self, value: Value) -> jax.Array:
+        """Return a constant or a literal itself."""
+        return self.consts.get(value, value.number)
 
     def axes_averaged_over(self) -> tuple[str, ...]:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
         makers = {value: op for op in self.ops for value in op.outputs}
-        ahead, axes = [self.outputs[0]], list[str]()
+        ahead = [self.outputs[0]]
+        axes: list[str] = []
         while ahead:
             maker = makers.get(ahead.pop())
-            if (
-                maker is not None
-                and all(value.shape == () for value in maker.outputs)
-                and maker.inner is None
-            ):
+            if maker is None or maker.inner is not None:
+                continue
+            if all(value.shape == () for value in maker.outputs):
                 axes += equations.devices_summed(maker.eqn)
-                ahead += [
-                    value
-                    for value in maker.inputs
-                    if value.shape == () and value.leaves
-                ]
+                for value in maker.inputs:
+                    if value.shape == () and value.leaves:
+                        ahead.append(value)
         return tuple(dict.fromkeys(axes))
 
     def walk(self) -> Iterator[Op]:
@@ -213,73 +212,61 @@ class Program:
                 yield from op.inner.walk()
 
 
-def flat(closed: Any, around: tuple[Op, ...] = ()) -> Program:
+def flat(closed: ClosedJaxpr, around: tuple[Op, ...] = ()) -> Program:
     """Return the program of a closed jaxpr with calls inlined, enclosed by the scans and remats `around`."""
     program = Program(list(map(_value, closed.jaxpr.invars)), {}, [], [], around)
     program.outputs = _inline(program, closed, program.inputs)
     return program
 
 
-def _value(var: Any) -> Value:
-    number = var.val if isinstance(var, jex.Literal) else None
-    return Value(tuple(getattr(var.aval, "shape", ())), var.aval.dtype, number)
+def _value(var: parameters.Variable) -> Value:
+    array = parameters.array_type(var)
+    number = var.val if isinstance(var, Literal) else None
+    return Value(array.shape, array.dtype, number)
 
 
-def _inline(into: Program, closed: Any, inputs: Sequence[Value]) -> list[Value]:
+def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
     """Add a jaxpr's operations to a program, and return the jaxpr's results."""
     jaxpr = closed.jaxpr
     constants = list(map(_value, jaxpr.constvars))
     into.consts.update(zip(constants, closed.consts, strict=True))
-    env: dict[Any, Value] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True)
-    )
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env: dict[Var, Value] = dict(zip(variables, [*constants, *inputs], strict=True))
 
-    def read(variables) -> list[Value]:
-        return [
-            _value(var) if isinstance(var, jex.Literal) else env[var]
-            for var in variables
-        ]
+    def read(var: parameters.Variable) -> Value:
+        return _value(var) if isinstance(var, Literal) else env[var]
 
     for eqn in jaxpr.eqns:
-        inputs, (kind, inner) = read(eqn.invars), equations.called(eqn) or ("", None)
-        if kind == "call":
+        inputs = list(map(read, eqn.invars))
+        call = equations.called(eqn)
+        if call:
             entering, leaving = equations.shardings(eqn)
-            results = _inline(into, inner, _constrained(into, inputs, entering))
+            results = _inline(into, call, _constrained(into, inputs, entering))
             results = _constrained(into, results, leaving)
         else:
             results = list(map(_value, eqn.outvars))
-            op = Op(
-                eqn, jaxpr, inputs, results, parameters.scan(eqn), around=into.around
-            )
-            op.inner = flat(inner, (*into.around, op)) if inner else None
+            op = Op(eqn, jaxpr, inputs, results, around=into.around)
+            op.scan = parameters.scan(eqn)
+            body = equations.body(eqn)
+            op.inner = flat(body, (*into.around, op)) if body else None
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
-    return read(jaxpr.outvars)
+    return list(map(read, jaxpr.outvars))
 
 
 def _constrained(
-    program: Program, values: list[Value], shardings: Sequence[Any]
+    program: Program, values: Sequence[Value], shardings: Sequence[object]
 ) -> list[Value]:
     """Return values constrained to the shardings that a `jit` inside the loss gives its arguments or results."""
-    result = []
-    for value, sharding in zip(values, shardings or [None] * len(values), strict=True):
+    result = list(values)
+    for k, sharding in enumerate(shardings):
+        value = values[k]
         if isinstance(sharding, jax.sharding.Sharding) and value.number is None:
             put = functools.partial(
                 jax.lax.with_sharding_constraint, shardings=sharding
             )
-            closed = jax.make_jaxpr(put)(jax.ShapeDtypeStruct(value.shape, value.dtype))
-            new = dataclasses.replace(value)
-            program.ops.append(
-                Op(
-                    closed.jaxpr.eqns[0],
-                    closed.jaxpr,
-                    [value],
-                    [new],
-                    around=program.around,
-                )
-            )
-            value = new
-        result.append(value)
+            array = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            (result[k],) = _inline(program, jax.make_jaxpr(put)(array), [value])
     return result
 
 
@@ -302,31 +289,35 @@ def compare(program: Program, twin: Program, alike: bool) -> None:
     Raises:
       AnotherProgramError: the programs must be alike, but their operations differ.
     """
-
-    def form(op):
-        return op.name, *(len(value.shape) for value in (*op.inputs, *op.outputs))
-
-    forms, other_forms = list(map(form, program.ops)), list(map(form, twin.ops))
-    blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(forms))]
+    blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(program.ops))]
+    forms = list(map(_form, program.ops))
+    other_forms = list(map(_form, twin.ops))
     if forms != other_forms:
         if alike:
             raise AnotherProgramError
-        blocks = difflib.SequenceMatcher(
-            None, forms, other_forms, autojunk=False
-        ).get_matching_blocks()
-    arrays = list(zip(program.inputs, twin.inputs, strict=True))
+        matcher = difflib.SequenceMatcher(None, forms, other_forms, autojunk=False)
+        blocks = matcher.get_matching_blocks()
+    _compare_arrays(program.inputs, twin.inputs)
     if len(program.consts) == len(twin.consts):
-        arrays += zip(program.consts, twin.consts, strict=True)
+        _compare_arrays(program.consts, twin.consts)
     for start, other_start, count in blocks:
-        for op, other in zip(
-            program.ops[start : start + count], twin.ops[other_start:], strict=False
-        ):
-            arrays += zip(op.outputs, other.outputs, strict=True)
+        for k in range(count):
+            op = program.ops[start + k]
+            other = twin.ops[other_start + k]
+            _compare_arrays(op.outputs, other.outputs)
             if op.inner and other.inner:
                 compare(op.inner, other.inner, alike)
                 op.longer = op.length != other.length
-    for value, larger in arrays:
-        value.twice = larger.shape
+
+
+def _form(op: Op) -> tuple[str | int, ...]:
+    """Return an op's name and its arrays' numbers of axes."""
+    return op.name, *(len(value.shape) for value in (*op.inputs, *op.outputs))
+
+
+def _compare_arrays(values: Iterable[Value], larger: Iterable[Value]) -> None:
+    for value, other in zip(values, larger, strict=True):
+        value.twice = other.shape
 
 
 # -- reaching the loss -------------------------------------------------------------------------------------------------
@@ -374,16 +365,12 @@ def _note_reached(
 
     `results` says how the program's results reach the loss. `roots` is as for `mark_live`.
     """
-    ways: dict[Value, list[Reached]] = collections.defaultdict(
-        list
-    )  # for each array, an entry per live reader
+    # For each array, an entry per live reader.
+    ways: dict[Value, list[Reached]] = collections.defaultdict(list)
 
     def reach(value: Value, way: Reached) -> None:
-        if (
-            way.live
-            and value.number is None
-            and jnp.issubdtype(value.dtype, jnp.inexact)
-        ):
+        variable = value.number is None and jnp.issubdtype(value.dtype, jnp.inexact)
+        if way.live and variable:
             ways[value].append(way)
 
     def reached(value: Value) -> Reached:
@@ -394,15 +381,15 @@ def _note_reached(
         reach(value, way)
     for op in reversed(program.ops):
         leaving = list(map(reached, op.outputs))
-        if op in roots:
-            leaving = [Reached(live=True)] * len(leaving)
         if equations.stops_gradient(op.eqn):
             leaving = [Reached()] * len(leaving)
+        elif op in roots:
+            leaving = [Reached(live=True)] * len(leaving)
         entering = _inputs_of(op, leaving, roots)
         together = _by_all(leaving)
-        op.alive = together.live or (
-            op.inner is not None and any(inner.alive for inner in op.inner.ops)
-        )
+        op.alive = together.live
+        if op.inner:
+            op.alive |= any(inner.alive for inner in op.inner.ops)
         op.summed = together.summed
         if not roots:  # `unmarked` always refers to the loss, never to the roots
             op.unmarked = together.unmarked
@@ -413,23 +400,21 @@ def _note_reached(
 
 def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
     """Return how an op's inputs reach the loss, if its results reach the loss in `ways`."""
-    if op.inner and not op.scan:
+    if op.inner is None:
+        way = _by_all(ways)
+        summed = way.summed and equations.sums(op.eqn)
+        unmarked = way.unmarked and not equations.mark(op.eqn)
+        return [Reached(way.live, summed, unmarked)] * len(op.inputs)
+    if op.scan is None:
         return _note_reached(op.inner, ways, roots)
-    if op.inner and op.scan:
-        scan, ways = op.scan, [way._replace(summed=False) for way in ways]
-        while True:  # a carry also reaches the loss through later iterations
-            # An input of a scan never counts as summed, because the body may do anything with it.
-            inputs = [
-                way._replace(summed=False)
-                for way in _note_reached(op.inner, ways, roots)
-            ]
-            carried = zip(ways, inputs[scan.consts : scan.last], strict=False)
-            more = [*map(_by_all, carried), *ways[scan.carried :]]
-            if more == ways:
-                return inputs
-            ways = more
-    live, summed, unmarked = _by_all(ways)
-    way = Reached(
-        live, summed and equations.sums(op.eqn), unmarked and not equations.mark(op.eqn)
-    )
-    return [way] * len(op.inputs)
+    # An input of a scan never counts as summed, because the body may do anything with it.
+    ways = [way._replace(summed=False) for way in ways]
+    while True:
+        inputs = _note_reached(op.inner, ways, roots)
+        # A carry also reaches the loss through later iterations.
+        more = list(ways)
+        for k in range(op.scan.carried):
+            more[k] = _by_all([ways[k], inputs[op.scan.consts + k]])
+        if more == ways:
+            return inputs
+        ways = more

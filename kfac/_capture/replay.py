@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -11,32 +11,39 @@ import jax.numpy as jnp
 from jax import lax
 
 from kfac._capture import equations, primitives
-from kfac._capture.parameters import parameter
+from kfac._capture.parameters import chosen
 from kfac._capture.program import Op, Program, flat
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Shared:
     """An array that all `n` examples share, repeated for each example: `[n, ...]`.
 
     The repetition makes the gradient of each example known.
     """
 
-    rows: Any
+    rows: jax.Array
 
 
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, Shared)
+MaybeShared = jax.Array | Shared
 
 
-def _rows(value: Any) -> Any:
-    return value.rows if isinstance(value, Shared) else value
+def _any_shared(values: Sequence[MaybeShared]) -> bool:
+    return any(isinstance(value, Shared) for value in values)
 
 
-def _alone(value: Any) -> Any:
-    return value.rows[0] if isinstance(value, Shared) else value
+def _rows(value: MaybeShared) -> jax.Array:
+    if isinstance(value, Shared):
+        return value.rows
+    return value
+
+
+def _alone(value: MaybeShared) -> jax.Array:
+    if isinstance(value, Shared):
+        return value.rows[0]
+    return value
 
 
 class Replayed(NamedTuple):
@@ -46,18 +53,17 @@ class Replayed(NamedTuple):
     multiplied.
     """
 
-    value: Any
-    multiplier: Any = None
+    value: MaybeShared
+    multiplier: jax.Array | None = None
 
 
-Results = tuple[
-    list[Replayed], dict[Key, Any]
-]  # a program's results, and the values that its marks hand out
+# The values that a program's marks hand out, by key.
+Handed = dict[Key, Any]
 
 
 def replay(
-    program: Program, args: Sequence[Any], plan: Plan, probes: Probes
-) -> tuple[list[Any], dict[Key, Any]]:
+    program: Program, args: Sequence[jax.Array], plan: Plan, probes: Probes
+) -> tuple[list[jax.Array], Handed]:
     """Evaluate a program with the taps of `plan`.
 
     Returns:
@@ -70,151 +76,168 @@ def replay(
 
 def _replay(
     program: Program, arguments: Sequence[Replayed], plan: Plan, probes: Probes
-) -> Results:
-    probes, handed = dict(probes), dict[Key, Any]()
+) -> tuple[list[Replayed], Handed]:
+    replaying = _Replay(plan, dict(probes))
+    results = program.run(
+        arguments, lambda value: Replayed(program.constant(value)), replaying.visit
+    )
+    return results, replaying.handed
 
-    def visit(op: Op, inputs: list[Replayed]) -> list[Replayed]:
+
+@dataclass
+class _Replay:
+    """The evaluation of a program, apart from the programs inside its scans and remats."""
+
+    plan: Plan
+    probes: dict[Key, Any]
+    handed: Handed = field(default_factory=dict)
+
+    def visit(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        """Return an op's results."""
+        plan = self.plan
         if not op.alive:
-            inputs = [Replayed(_alone(x.value), x.multiplier) for x in inputs]
+            inputs = [x._replace(value=_alone(x.value)) for x in inputs]
         if op in plan.inside:
-            results, handed_inside = (_scan if op.scan else _remat)(
-                op, inputs, plan, probes
+            return self._scan(op, inputs) if op.scan else self._remat(op, inputs)
+        outs = self._tapped(op, inputs)
+        if op in plan.marks:
+            key, at_mark = plan.marks[op]
+            outs[0], self.handed[key] = at_mark(outs[0], self.probes[key])
+        if op not in plan.multipliers:
+            return list(map(Replayed, outs))
+        return list(map(Replayed, outs, _multipliers(op, plan.multipliers[op], inputs)))
+
+    def _remat(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        def block(inputs, probes):
+            assert op.inner
+            return _replay(op.inner, inputs, self.plan, probes)
+
+        options = chosen(op.eqn, ("prevent_cse", "policy"))
+        probes = {key: self.probes[key] for key in self.plan.inside[op]}
+        results, handed = jax.checkpoint(block, **options)(inputs, probes)
+        self.handed |= handed
+        return results
+
+    def _scan(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
+        assert op.scan
+        first = op.scan.consts
+        last = op.scan.last
+        sliced = {}
+        for key, iterated in self.plan.inside[op].items():
+            if iterated:
+                sliced[key] = self.probes[key]
+        values, multipliers = zip(*inputs, strict=True)
+
+        def step(body, values, slices):
+            probes, of_slices = slices
+            arguments = map(Replayed, values, [*multipliers[:last], *of_slices])
+            results, handed = _replay(
+                body, list(arguments), self.plan, {**self.probes, **probes}
             )
-            handed.update(handed_inside)
-            return results
+            return [result.value for result in results], handed
+
+        beside = sliced, list(multipliers[last:])
+        outs, handed = _scan_by(step, op, values, beside)
+        self.handed |= handed
+        results = list(map(Replayed, outs))
+        # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
+        results[: op.scan.carried] = map(Replayed, outs, multipliers[first:last])
+        return results
+
+    def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Any]:
+        """Evaluate an op with the taps behind it."""
+        plan = self.plan
+        probes = self.probes
+        taps = plan.taps.get(op, [])
         values = [x.value for x in inputs]
         if op in plan.late:
-            other = plan.taps[op][0].use.read.other
-            if not _is_shared(values[other]):
-                values[other] = Shared(
-                    jnp.broadcast_to(
-                        values[other], (plan.late[op], *values[other].shape)
-                    )
-                )
-        taps = plan.taps.get(op, ())
-        kronecker = {
-            tap.key: probes[tap.key]
-            for tap in taps
-            if isinstance(tap, KroneckerTap) and not op.loops
-        }
-        if kronecker and not any(map(_is_shared, values)):
+            other = taps[0].use.read.other
+            rows = values[other]
+            if not isinstance(rows, Shared):
+                shape = (plan.late[op], *rows.shape)
+                values[other] = Shared(jnp.broadcast_to(rows, shape))
+        kronecker = {}
+        for tap in taps:
+            if isinstance(tap, KroneckerTap) and not op.loops:
+                kronecker[tap.key] = probes[tap.key]
+        if kronecker and not _any_shared(values):
             values, joined = together((values, kronecker))
             probes.update(joined)
         outs = _evaluate(op, values, plan.merges.get(op))
         for tap in taps:
-            residuals = tap.residuals(
-                list(map(_rows, values)),
-                inputs[tap.use.read.operand].multiplier,
-                probes,
-            )
+            multiplier = inputs[tap.use.read.operand].multiplier
+            residuals = tap.residuals(list(map(_rows, values)), multiplier, probes)
             y = tapped(tap, residuals, _rows(outs[0]), probes[tap.key])
             outs = [Shared(y) if op in plan.late else y]
-        if op in plan.marks:
-            key, at_mark = plan.marks[op]
-            outs[0], handed[key] = at_mark(outs[0], probes[key])
-        multipliers = (
-            _multipliers(op, plan.multipliers[op], inputs)
-            if op in plan.multipliers
-            else [None] * len(outs)
-        )
-        return list(map(Replayed, outs, multipliers))
-
-    results = program.run(
-        arguments,
-        lambda value: Replayed(program.consts.get(value, value.number)),
-        visit,
-    )
-    return results, handed
+        return outs
 
 
-def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> list[Any]:
+def _multipliers(
+    op: Op, operand: int, inputs: Sequence[Replayed]
+) -> Sequence[jax.Array]:
     """Return the multiplier of each result of an op, whose input number `operand` is a view of a parameter."""
-    value, so_far = inputs[operand]
-    so_far = jnp.ones_like(value) if so_far is None else so_far
+    value, multiplier = inputs[operand]
+    if multiplier is None:
+        multiplier = jnp.ones_like(_rows(value))
     if op.name in equations.SUMS:  # an added array does not change the factor
-        return [-so_far if op.name == "sub" and operand == 1 else so_far]
-    values = [so_far if k == operand else x.value for k, x in enumerate(inputs)]
+        return [-multiplier if op.name == "sub" and operand == 1 else multiplier]
+    values = [_rows(x.value) for x in inputs]
+    values[operand] = multiplier
     return equations.evaluate_multiplier(op.within, op.eqn, values)
 
 
-def _evaluate(op: Op, values: Sequence[Any], axis: int | None) -> list[Any]:
+def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[Any]:
     """Evaluate an op, whose inputs may be `Shared`.
 
     If shared rows meet the examples at this op, `axis` is the result's axis of examples. Otherwise it is None.
     """
-    if not any(map(_is_shared, values)):
-        return op.compute(values)
+    arrays = list(map(_rows, values))
+    if not _any_shared(values):
+        return op.compute(arrays)
     if axis is not None and len(values) > 1:
-
-        def whole(value):
-            if _is_shared(value):  # the examples replace an axis of length 1
-                value = jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
-            return jnp.broadcast_to(value, op.outputs[0].shape)
-
-        return [primitives.ELEMENTWISE[op.name](*map(whole, values))]
-    axes = [0 if _is_shared(value) else None for value in values]
-    outs = jax.vmap(lambda *values: op.compute(values), in_axes=axes)(
-        *map(_rows, values)
-    )
+        shape = op.outputs[0].shape
+        whole = [jnp.broadcast_to(_at_axis(value, axis), shape) for value in values]
+        return [primitives.ELEMENTWISE[op.name](*whole)]
+    axes = [0 if isinstance(value, Shared) else None for value in values]
+    outs = jax.vmap(op.compute, in_axes=(axes,))(arrays)
     if axis is None:
         return list(map(Shared, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
-def _remat(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Results:
-    def block(inputs, probes):
-        assert op.inner
-        return _replay(op.inner, inputs, plan, probes)
-
-    options = {key: parameter(op.eqn, key) for key in ("prevent_cse", "policy")}
-    return jax.checkpoint(block, **options)(
-        inputs, {key: probes[key] for key in plan.inside[op]}
-    )
+def _at_axis(value: MaybeShared, axis: int) -> jax.Array:
+    """Return shared rows with the examples at `axis`, where the rows have length 1."""
+    if isinstance(value, Shared):
+        return jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
+    return value
 
 
-def _scan(op: Op, inputs: Sequence[Replayed], plan: Plan, probes: Probes) -> Results:
-    assert op.inner and op.scan
-    first, last = op.scan.consts, op.scan.last
-    shared = {
-        key: probes[key] for key, iterated in plan.inside[op].items() if not iterated
-    }
-    sliced = {key: probes[key] for key, iterated in plan.inside[op].items() if iterated}
-    multipliers = [x.multiplier for x in inputs]
-
-    def step(inner, values, slices):
-        sliced, of_slices = slices
-        arguments = list(map(Replayed, values, [*multipliers[:last], *of_slices]))
-        results, handed = _replay(inner, arguments, plan, {**shared, **sliced})
-        return [result.value for result in results], handed
-
-    outs, handed = _scan_by(
-        step, op, [x.value for x in inputs], (sliced, multipliers[last:])
-    )
-    # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
-    carried = [*multipliers[first:last], *[None] * len(outs)]
-    return [Replayed(*pair) for pair in zip(outs, carried, strict=False)], handed
+# From a scan's body, its arguments and slices of a pytree, compute an iteration's results and a pytree.
+Step = Callable[..., tuple[list[Any], Any]]
 
 
 def _scan_by(
-    step: Callable[..., Any], op: Op, values: Sequence[Any], beside: Any
+    step: Step, op: Op, values: Sequence[Any], beside: Any
 ) -> tuple[list[Any], Any]:
     """Evaluate a scan with another body, and return its results and a stacked pytree.
 
-    The body is `step(program, arguments, slices)`, with slices of `beside`. It returns an iteration's results and a
-    pytree, which the scan stacks.
+    The body is `step`, with slices of `beside`. The scan stacks the pytrees that it returns.
     """
-    assert op.scan
-    first, last = op.scan.consts, op.scan.last
+    inner = op.inner
+    scan = op.scan
+    assert inner and scan
+    first = scan.consts
+    last = scan.last
 
     def body(carry, slices):
         xs, more = slices
-        outs, handed = step(op.inner, [*values[:first], *carry, *xs], more)
-        return outs[: last - first], (outs[last - first :], handed)
+        outs, handed = step(inner, [*values[:first], *carry, *xs], more)
+        return outs[: scan.carried], (outs[scan.carried :], handed)
 
-    options = {key: parameter(op.eqn, key) for key in ("length", "reverse", "unroll")}
-    carry, (ys, handed) = lax.scan(
-        body, list(values[first:last]), (list(values[last:]), beside), **options
-    )
+    options = chosen(op.eqn, ("length", "reverse", "unroll"))
+    carry = list(values[first:last])
+    xs = list(values[last:])
+    carry, (ys, handed) = lax.scan(body, carry, (xs, beside), **options)
     return [*carry, *ys], handed
 
 
@@ -222,35 +245,27 @@ def _scan_by(
 
 
 def rewrite(
-    fn: Callable[..., Any], rules: Mapping[str, Callable[..., jax.Array]]
+    fn: Callable[..., Any], name: str, rule: Callable[..., jax.Array]
 ) -> Callable[..., Any]:
-    """Return `fn` with other implementations of some primitives.
+    """Return `fn` with another implementation of a primitive.
 
-    `rules[name](equation, *operands)` computes the result of the primitive `name`, also inside calls and scans.
-    Programs inside other equations stay as they are, for example in a `custom_vjp` or `jax.checkpoint`.
+    `rule(equation, *operands)` computes the result of the primitive `name`, also inside calls and scans. Programs
+    inside other equations stay as they are, for example in a `custom_vjp` or `jax.checkpoint`.
     """
 
-    def evaluated(program: Program, args: Sequence[Any]) -> list[Any]:
-        def visit(op, values):
-            if op.name in rules:
-                return [rules[op.name](op.eqn, *values)]
-            if op.scan:
-                return _scan_by(
-                    lambda inner, arguments, _: (evaluated(inner, arguments), None),
-                    op,
-                    values,
-                    None,
-                )[0]
-            return op.compute(values)
+    def visit(op, values):
+        if op.name == name:
+            return [rule(op.eqn, *values)]
+        if op.scan:
+            return _scan_by(step, op, values, None)[0]
+        return op.compute(values)
 
-        return program.run(
-            args, lambda value: program.consts.get(value, value.number), visit
-        )
+    def step(program, args, _):
+        return program.run(args, program.constant, visit), None
 
     def rewritten(*args):
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        return jax.tree.unflatten(
-            jax.tree.structure(shapes), evaluated(flat(closed), jax.tree.leaves(args))
-        )
+        results, _ = step(flat(closed), jax.tree.leaves(args), None)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rewritten

@@ -15,14 +15,13 @@ A `Use` is an operation in which a parameter meets data, with its place in the p
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes
+from kfac._capture.axes import Atom, Axes, Axis, Moves, atoms_of, flatten
 from kfac._capture.examples import positions_of_examples
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Value
@@ -30,9 +29,10 @@ from kfac._layers import Layout
 
 Leaves = frozenset[int]
 NONE: Leaves = frozenset()
+Ops = frozenset[Op]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Output:
     """The result of the use at the op `use`.
 
@@ -43,7 +43,7 @@ class Output:
     axes: Axes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Data:
     """An activation.
 
@@ -52,27 +52,38 @@ class Data:
     """
 
     output: Output | None = None
-    shared: frozenset[Op] = frozenset()
+    shared: Ops = frozenset()
     leaves: ClassVar[Leaves] = NONE
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class View:
+    """A parameter leaf, or a box in it, in another form.
+
+    Attributes:
+      leaf: the leaf.
+      shape: the leaf's shape.
+      axes: the view's axes.
+      start: for each leaf axis, the view's first entry, which is not 0 in some slices.
+      stack: for each scan around, the atoms it iterates over, if any.
+      scaled: whether it is multiplied by an array without an axis of examples.
+      uniform: False if it is scaled by anything but numbers.
+      mixed: whether it is scaled by an array that depends on the batch.
+      inexact: why a product with it has no exact rows; empty otherwise.
+      beside: other leaves that it depends on. These have no exact rows.
+    """
+
     leaf: int
-    shape: tuple[int, ...]  # the leaf's shape
+    shape: tuple[int, ...]
     axes: Axes
-    start: tuple[
-        int, ...
-    ]  # for each leaf axis, the view's first entry: nonzero in a slice
-    stack: tuple[
-        axes_lib.Axis, ...
-    ] = ()  # for each scan around, the atoms it iterates over, if any
+    start: tuple[int, ...]
+    stack: tuple[Axis, ...] = ()
     scaled: bool = False
-    uniform: bool = True  # False if scaled by anything but numbers
-    mixed: bool = False  # scaled by an array that depends on the batch
-    inexact: str = ""  # why a product with it has no exact rows; empty otherwise
-    beside: Leaves = NONE  # other leaves that it depends on; these have no exact rows
-    shared: ClassVar[frozenset[Op]] = frozenset()
+    uniform: bool = True
+    mixed: bool = False
+    inexact: str = ""
+    beside: Leaves = NONE
+    shared: ClassVar[Ops] = frozenset()
 
     @property
     def leaves(self) -> Leaves:
@@ -81,23 +92,82 @@ class View:
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
         """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
-        return axes_lib.picks(
-            self.shape, self.start, axes_lib.atoms_of((*self.stack, *self.axes))
-        )
+        atoms = atoms_of(self.stack + self.axes)
+        return axes_lib.picks(self.shape, self.start, atoms)
+
+    def moved(self, axes: Axes, moves: Moves) -> View:
+        """Return the view in another form, which starts further along some leaf axes."""
+        start = list(self.start)
+        for axis, count in moves:
+            start[axis] += count
+        return replace(self, axes=axes, start=tuple(start))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Derived:
+    """An array computed from parameters.
+
+    Attributes:
+      leaves: the parameters.
+      how: the operation that combines them.
+      repeated: whether it is broadcast over examples or positions.
+    """
+
     leaves: Leaves
     how: str
-    repeated: bool = False  # broadcast over examples or positions
-    shared: ClassVar[frozenset[Op]] = frozenset()
+    repeated: bool = False
+    shared: ClassVar[Ops] = frozenset()
 
 
 State = Data | View | Derived
 
 
-@dataclasses.dataclass(frozen=True)
+class Operand(NamedTuple):
+    """An array that an op reads, and its state."""
+
+    value: Value
+    state: State
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it is a parameter broadcast over examples or positions, which makes it an activation."""
+        if isinstance(self.state, View):
+            return axes_lib.is_broadcast(self.state.axes) or any(self.value.grown)
+        return isinstance(self.state, Derived) and self.state.repeated
+
+    @property
+    def meets_data(self) -> bool:
+        """Whether it is data that depends on the batch, or a parameter that has been combined with such data."""
+        if isinstance(self.state, Data):
+            return self.value.of_batch or bool(self.state.shared)
+        return isinstance(self.state, View) and self.state.mixed
+
+
+Operands = Sequence[Operand]
+
+
+def leaves_of(operands: Operands) -> Leaves:
+    return NONE.union(*(x.state.leaves for x in operands))
+
+
+def shared_by(operands: Operands) -> Ops:
+    """Return the late uses from whose results the operands are computed."""
+    return Ops().union(*(x.state.shared for x in operands))
+
+
+class Joined(NamedTuple):
+    """The use to whose result a bias or shift is added.
+
+    Attributes:
+      op: the op of the use.
+      pairs: pairs of corresponding atoms, first in the bias or shift, second in the leaf of the use.
+    """
+
+    op: Op
+    pairs: tuple[tuple[Atom, Atom], ...]
+
+
+@dataclass(frozen=True)
 class Use:
     """A read of a parameter leaf, and its place in the program.
 
@@ -105,8 +175,7 @@ class Use:
       read: how the operation reads the leaf.
       view: the leaf, in the form in which the operation reads it.
       op: the operation.
-      joined: for a bias or shift, the op of the use whose result it is added to, and the pairs of corresponding atoms
-        in the two leaves.
+      joined: for a bias or shift, the use to whose result it is added.
       late: whether the use reads rows that all examples share. The examples then meet its result in a later operation;
         `for_all` gives the use its axis of examples.
       dropped: whether the use does not count, because it acts on constants only, as a penalty does.
@@ -115,7 +184,7 @@ class Use:
     read: Read
     view: View
     op: Op
-    joined: tuple[Op, tuple[tuple[Atom, Atom], ...]] | None = None
+    joined: Joined | None = None
     late: bool = False
     dropped: bool = False
 
@@ -129,21 +198,21 @@ class Use:
 
     @property
     def scanned(self) -> tuple[Atom, ...]:
-        return tuple(atom for axis in self.view.stack for atom in axis)
+        return tuple(flatten(self.view.stack))
 
     @property
     def copies(self) -> tuple[Atom, ...]:
         """The leaf's atoms that hold independent copies of a kernel."""
-        return (*self.picked, *self.scanned, *self.read.batched)
+        return self.picked + self.scanned + self.read.batched
 
     def levels(self, examples: bool = False) -> list[tuple[Op, bool]]:
         """Return each scan around the use, and whether it iterates over the leaf.
 
         With `examples`, a scan over examples counts as well.
         """
-        pairs = zip(self.op.loops, self.view.stack, strict=True)
         return [
-            (loop, bool(atoms) or (examples and loop.longer)) for loop, atoms in pairs
+            (loop, bool(atoms) or (examples and loop.longer))
+            for loop, atoms in zip(self.op.loops, self.view.stack, strict=True)
         ]
 
     @property
@@ -154,39 +223,38 @@ class Use:
     @property
     def reads(self) -> int:
         """How often each example reads the parameter. Iterations over examples do not add to the number."""
-        return math.prod(
-            loop.length for loop, iterates in self.levels(examples=True) if not iterates
-        )
+        return self._repeats(examples=True)
 
     @property
     def times(self) -> int:
         """How often the parameter is read: once for each iteration that shares it."""
-        return math.prod(
-            loop.length for loop, iterates in self.levels() if not iterates
-        )
+        return self._repeats(examples=False)
+
+    def _repeats(self, examples: bool) -> int:
+        levels = self.levels(examples)
+        return math.prod(loop.length for loop, iterates in levels if not iterates)
 
     @property
     def rows(self) -> int:
         """The number of rows: the positions of all examples, in all iterations that share the parameter."""
-        return self.times * math.prod(
-            atom.size for axis in self.read.y_axes for atom in axis if not atom.of_leaf
-        )
+        atoms = flatten(self.read.y_axes)
+        return self.times * math.prod(a.size for a in atoms if not a.of_leaf)
 
     def for_all(self, n: int) -> Use:
         """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
         if not self.late:
             return self
-        read, axis = self.read, axes_lib.examples(n)
-        read = dataclasses.replace(
+        read = self.read
+        axis = axes_lib.examples(n)
+        new = len(axis)
+        rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
+        read = replace(
             read,
             x_axes=(axis, *read.x_axes),
             y_axes=(axis, *read.y_axes),
-            rows=(
-                *((0, 0) for _ in axis),
-                *((y + len(axis), x + len(axis)) for y, x in read.rows),
-            ),
+            rows=tuple(rows),
         )
-        return dataclasses.replace(self, read=read, late=False)
+        return replace(self, read=read, late=False)
 
     def examples(self, n: int | None) -> tuple[int, ...] | None:
         """Return which of the result's atoms are the `n` examples, by position, slowest first.
@@ -194,26 +262,29 @@ class Use:
         Examples that enclosing scans iterate over are left out. The result is None if not all examples are there, or if
         they are out of order.
         """
-        along = [loop.along for loop in self.op.loops]
-        in_loops = len(axes_lib.flatten(along))
-        positions = (
-            None
-            if n is None
-            else positions_of_examples((*along, *self.for_all(n).read.y_axes), n)
-        )
-        slowest = (
-            [] if positions is None else sorted(p for p in positions if p < in_loops)
-        )
-        if positions is None or list(positions[: len(slowest)]) != slowest:
-            return None  # or a scan iterates over a faster part of the examples than its body holds
-        return tuple(p - in_loops for p in positions[len(slowest) :])
+        if n is None:
+            return None
+        along = tuple(loop.along for loop in self.op.loops)
+        positions = positions_of_examples(along + self.for_all(n).read.y_axes, n)
+        if positions is None:
+            return None
+        in_loops = len(flatten(along))
+        outer = [p for p in positions if p < in_loops]
+        # A scan may iterate over a faster part of the examples than its body holds.
+        if list(positions[: len(outer)]) != sorted(outer):
+            return None
+        return tuple(p - in_loops for p in positions[len(outer) :])
 
     @property
     def roles(self) -> dict[Atom, str]:
         """Each kernel atom's role: `"in"`, `"out"` or `"stack"`."""
-        roles = {atom: "in" for atom in axes_lib.atoms_of(self.read.x_axes)}
-        roles |= {atom: "out" for atom in axes_lib.atoms_of(self.read.y_axes)}
-        return roles | {atom: "stack" for atom in self.copies}
+        inputs = atoms_of(self.read.x_axes)
+        outputs = atoms_of(self.read.y_axes)
+        return {
+            **dict.fromkeys(inputs, "in"),
+            **dict.fromkeys(outputs, "out"),
+            **dict.fromkeys(self.copies, "stack"),
+        }
 
     @property
     def layout(self) -> Layout:
@@ -230,14 +301,7 @@ class Use:
 
 def by_part(uses: Sequence[Use]) -> list[list[Use]]:
     """Group uses by the part of the leaf that they read. Usually there is a single group, for the whole leaf."""
-    parts: dict[Any, list[Use]] = collections.defaultdict(list)
+    parts: dict[tuple[int, ...], list[Use]] = {}
     for use in uses:
-        parts[use.view.start].append(use)
+        parts.setdefault(use.view.start, []).append(use)
     return list(parts.values())
-
-
-def is_repeated(state: State, value: Value) -> bool:
-    """Whether an array is a parameter broadcast over examples or positions, which makes it an activation."""
-    if isinstance(state, View):
-        return axes_lib.is_broadcast(state.axes) or any(value.grown)
-    return isinstance(state, Derived) and state.repeated

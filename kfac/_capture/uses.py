@@ -1,0 +1,274 @@
+"""Record the operations that combine a parameter with data, or with other parameters.
+
+Each function returns the state of the operation's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kfac._capture import axes as axes_lib
+from kfac._capture.axes import Atom, Axes, atoms_of, is_broadcast, is_part
+from kfac._capture.equations import SUMS
+from kfac._capture.findings import Findings
+from kfac._capture.primitives import Meaning, Read
+from kfac._capture.program import Op
+from kfac._capture.states import (
+    Data,
+    Derived,
+    Joined,
+    Operand,
+    Operands,
+    Output,
+    State,
+    Use,
+    View,
+    leaves_of,
+)
+
+KERNEL_OPS = frozenset({"dense", "conv"})
+
+
+def product(found: Findings, op: Op, operands: Operands) -> State:
+    """Return the state after a matrix product or convolution that reads a parameter."""
+    problem = ""
+    for k in sorted(range(len(operands)), key=lambda k: operands[k].repeated):
+        view = operands[k].state
+        if not isinstance(view, View):
+            continue
+        meaning = op.meaning(k, view.axes)
+        if isinstance(meaning, Read) and not operands[k].repeated:
+            result = _kernel(found, op, meaning, view, operands[meaning.other])
+            if result is not None:
+                return result
+        elif not problem:
+            repeated = "its entries are repeated before the product"
+            problem = meaning if isinstance(meaning, str) else repeated
+    return derive(found, op, operands, problem)
+
+
+def _kernel(
+    found: Findings, op: Op, read: Read, view: View, other: Operand
+) -> Data | None:
+    """Record a product with a kernel. Return None if the product has no rows of data."""
+    value, state = other
+    if isinstance(state, Data):
+        has_rows = value.of_batch and not state.shared
+    else:
+        has_rows = other.repeated
+    if not has_rows and (read.op != "dense" or not isinstance(state, Data)):
+        return None
+    found.meets(
+        state, op, "it is broadcast to the examples, which then see it as an activation"
+    )
+    operation = op.describe()
+    if value.concatenated and not found.beside_others:
+        found.beside_others = operation
+    for leaf in view.beside:
+        found.note(leaf, operation, "the kernel is a different array, computed from it")
+    use = Use(read, view, op, late=not has_rows)
+    reason = _why_inexact(view)
+    if not reason and found.hidden and not value.from_arguments:
+        reason = "it reads constants, which the examples that the loss hides may share"
+    if reason:
+        found.note_use(use, reason, operation)
+        return Data()
+    result = found.add(use)
+    if has_rows:
+        return result
+    return replace(result, shared=state.shared | {op})
+
+
+def _why_inexact(view: View) -> str:
+    """Return why a product with a view has no exact rows, or an empty string if it has."""
+    if view.inexact:
+        return view.inexact
+    if not view.uniform:
+        return "its values are multiplied by others before the product"
+    if view.picks is None:
+        return (
+            "it reads a slice that is not one of several equal parts of the parameter"
+        )
+    return ""
+
+
+def elementwise(
+    found: Findings, op: Op, read: Read, view: View, other: Operand
+) -> Data | View | None:
+    """Return the state after a sum or product of a view with data, or None if the op cannot be followed."""
+    value, data = other
+    assert isinstance(data, Data)
+    if read.divides and read.operand == 1:
+        return None
+    (result,) = op.outputs
+    axes = axes_lib.with_rows(read.y_axes, result.axes)
+    read = replace(read, x_axes=axes, y_axes=axes)
+    joined = _join(found, op, read, view, data.output)
+    # The atoms do not show a batch of one example, or examples that a scan iterates over. An unknown batch may have
+    # one example.
+    hidden = found.n is None or any(loop.longer for loop in op.loops)
+    repeats = hidden or is_broadcast(axes) or any(result.grown)
+    if joined or (repeats and value.of_batch and not data.shared):
+        if view.inexact or view.beside:
+            return None
+        if joined is None or found.uses[joined.op].read.op not in KERNEL_OPS:
+            found.unshared(data)
+        state = found.add(Use(read, view, op, joined))
+        return replace(state, shared=data.shared)
+    if data.shared:
+        return None
+    multiplied = read.op == "mul"
+    # A sum keeps the gradient up to its sign.
+    scaled = view.scaled or multiplied or read.sign < 0
+    if scaled:
+        found.scale(op, read.operand)
+    return replace(
+        view,
+        axes=axes,
+        scaled=scaled,
+        uniform=view.uniform and (value.size == 1 or not multiplied),
+        mixed=view.mixed or (value.of_batch and multiplied),
+    )
+
+
+def lookup(found: Findings, op: Op, meaning: Meaning, view: View) -> Data | None:
+    """Return the state after rows of a table are looked up, or None if the indices do not depend on the batch.
+
+    Each index reads one row.
+    """
+    if not op.inputs[1].of_batch:
+        return None
+    is_matrix = sum(map(bool, view.axes)) <= 2
+    exact = is_matrix and not view.beside and not _why_inexact(view)
+    if not exact or not isinstance(meaning, Read):
+        return found.meets(view, op, "it is not looked up row by row")
+    found.uses[op] = Use(meaning, view, op)
+    return Data()  # no bias is joined to a lookup
+
+
+def _join(
+    found: Findings, op: Op, read: Read, view: View, output: Output | None
+) -> Joined | None:
+    """Join a vector to the use to whose result it is added.
+
+    Returns:
+      The use, with pairs in the vector's memory order. None unless the vector has one element for each feature of each
+      copy, in the same order.
+    """
+    if output is None or read.op != "add" or view.scaled:
+        return None
+    use = found.uses[output.use]
+    is_kernel = use.read.op in KERNEL_OPS
+    # In `b - y`, the gradients of a kernel have the opposite sign to the gradients of its bias.
+    if is_kernel and op.name == "sub" and read.operand == 0:
+        return None
+    pairs = _pair_atoms(view, read.y_axes, use, output.axes)
+    if pairs is None:
+        return None
+    pairs.sort(key=lambda pair: pair[0].memory_order)
+    # A kernel and its bias are each brought to [copies, features] by their own layouts. Therefore, only the order
+    # among copies and the order among features must agree. A scale and its shift are used in memory order.
+    copies: list[tuple[int, int]] = []
+    features: list[tuple[int, int]] = []
+    for _, atom in pairs:
+        of_copies = is_kernel and any(is_part(atom, whole) for whole in use.copies)
+        (copies if of_copies else features).append(atom.memory_order)
+    if copies != sorted(copies) or features != sorted(features):
+        return None
+    return Joined(output.use, tuple(pairs))
+
+
+def _pair_atoms(
+    view: View, axes: Axes, use: Use, use_axes: Axes
+) -> list[tuple[Atom, Atom]] | None:
+    """Pair the elements of a vector with the output features of a use.
+
+    Args:
+      view: the vector.
+      axes: the axes of the sum in atoms of the vector's leaf.
+      use: the use that the vector is added to.
+      use_axes: the axes of the sum in atoms of the use's leaf.
+
+    Returns:
+      Pairs of atoms, first from the vector's leaf, second from the use's leaf. None if the atoms do not correspond.
+    """
+    picks = view.picks
+    stack = use.view.stack
+    if picks is None or use.view.picks is None or len(view.stack) != len(stack):
+        return None
+    if [entry for _, entry in picks] != [entry for _, entry in use.view.picks]:
+        return None
+    # Compare axis by axis: first the parts of the leaves, then the axes of the surrounding scans, then the axes of the
+    # sum.
+    atoms = atoms_of(stack + use.read.y_axes)
+    split = [axes_lib.split_like(axis, atoms) for axis in use_axes]
+    own = [*((atom,) for atom, _ in picks), *view.stack, *axes]
+    theirs = [*((atom,) for atom in use.picked), *stack, *split]
+    pairs = []
+    for axis, other in zip(own, theirs, strict=True):
+        refined = None if other is None else axes_lib.common_refinement(axis, other)
+        if refined is None:
+            return None
+        for atom, partner in refined:
+            if atom.of_leaf != partner.of_leaf:
+                return None
+            if atom.of_leaf:
+                pairs.append((atom, partner))
+    return pairs
+
+
+# -- everything else ---------------------------------------------------------------------------------------------------
+
+
+def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> State:
+    """Return the state after an op that combines parameters in a way without exact rows.
+
+    If the parameters meet data, the result is data, and the leaves are noted as inexact (except in a penalty that
+    is added to the loss). Otherwise, the result is another array of parameters.
+    """
+    params = [x for x in operands if not isinstance(x.state, Data)]
+    derived = [x.state.how for x in params if isinstance(x.state, Derived)]
+    how = derived[0] if derived else op.name
+    result = op.outputs[0]
+    if any(x.meets_data for x in operands):
+        numbers = all(value.size == 1 for value, _ in params)
+        if numbers and op.summed and op.name in SUMS:
+            return Data()  # a penalty that is added to the loss
+        for _, state in params:
+            why = f"what {how} makes of it has no known rows"
+            if op.product and isinstance(state, Derived):
+                why = f"the kernel is computed from it by {state.how}"
+            found.meets(state, op, reason or why)
+        return Data()
+    if len(op.outputs) == 1 and not op.product:
+        for k, (value, state) in enumerate(operands):
+            if isinstance(state, View) and value.shape == result.shape:
+                return _combine(found, op, k, state, operands)
+    repeated = all(x.repeated for x in params)
+    if op.name == "broadcast_in_dim":
+        repeated |= any(result.grown) or found.n is None
+    return Derived(leaves_of(params), how, repeated)
+
+
+def _combine(
+    found: Findings, op: Op, operand: int, view: View, operands: Operands
+) -> View:
+    """Return the state after operand number `operand`, a view, is combined with others to an array of its shape."""
+    # Select by position, because `w * w` reads the same view twice.
+    others = [x for k, x in enumerate(operands) if k != operand]
+    beside = leaves_of(others)
+    by_number = op.name == "mul" and all(value.size == 1 for value, _ in others)
+    # The first view in a sum of parameters keeps exact rows, and so does a view times a learned number. The other
+    # leaves have no exact rows.
+    keeps_rows = by_number or op.name in ("add", "add_any")
+    if keeps_rows and beside and view.leaf not in beside:
+        scaled = view.scaled or by_number
+        if scaled:
+            found.scale(op, operand)
+        return replace(view, scaled=scaled, beside=view.beside | beside)
+    why = f"it is multiplied by, or made into, something else by {op.name}"
+    return replace(
+        view,
+        inexact=view.inexact or why,
+        beside=view.beside | (beside - {view.leaf}),
+    )
