@@ -8,11 +8,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+
+# Nested containers with any leaves, such as parameters or the arguments of a loss.
+PyTree: TypeAlias = Any
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")

@@ -10,28 +10,63 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from kfac._capture.program import Op
-from kfac._capture.spread import Spread
+from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
 from kfac._statistics.moments import example_gradients, squares_in_basis
-from kfac._statistics.rows import Arrangement, Groups, Lookup, OneHot, Rows, as_floats
+from kfac._statistics.rows import (
+    Arrangement,
+    Form,
+    Groups,
+    Lookup,
+    OneHot,
+    Rows,
+    as_floats,
+)
 from kfac._varying import whole
 
-# The key of a probe, or of another entry among the probes:
-# - for a Kronecker layer, its name and the number of the part (`Use.part`), then "transposed" if the use reads the
-#   part's transpose;
-# - for another layer, its name and a number;
-# - for a mark, "" and a number;
-# - for eigenvectors, the layer's name, the part and "eigenvectors".
-Key = tuple[Any, ...]
-Probes = Mapping[Key, Any]
+
+class Key(NamedTuple):
+    """The key of a probe, or of another entry among the probes.
+
+    Attributes:
+      layer: the layer's name; empty for a mark.
+      number: for a Kronecker layer, the number of the part (`Use.part`). For another layer or a mark, any number.
+      role: `"transposed"` for a use that reads the part's transpose, and `"eigenvectors"` for the part's eigenvectors.
+        Otherwise empty.
+    """
+
+    layer: str
+    number: int
+    role: Literal["", "eigenvectors", "transposed"] = ""
+
+
+# The probes and other entries: zeros for the taps, eigenvectors, and inputs of the marks.
+Probes = Mapping[Key, jax.Array | Kronecker | Ragged]
+
+
+class Operands(NamedTuple):
+    """The arrays from which a Kronecker tap computes its sums, besides the gradient.
+
+    Attributes:
+      x: the data.
+      multiplier: the number by which the kernel has been multiplied; None if it has not.
+      basis: the layer's eigenvectors; None if the tap sums no squares.
+      sizes: the group sizes of a ragged product; None for any other operation.
+    """
+
+    x: jax.Array
+    multiplier: jax.Array | None
+    basis: Kronecker | None
+    sizes: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +91,8 @@ class KroneckerTap:
       cut: the number of diagonal blocks for `A` and for `G`.
       reduce: whether the layer has the setting "reduce" (K-FAC-reduce).
       basis: the key of the layer's eigenvectors among the probes; None if the tap sums no squares.
-      spread: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `spread` has
-        mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
+      scatter: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `scatter`
+        has mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
     """
 
     key: Key
@@ -66,59 +101,60 @@ class KroneckerTap:
     arrange_g: Arrangement
     images: bool
     homogeneous: float | None
-    dtype: Any
+    dtype: np.dtype
     diagonal: tuple[str, ...] = ()
     cut: tuple[int, int] = (1, 1)
     reduce: bool = False
     basis: Key | None = None
-    spread: Spread | None = None
+    scatter: ReduceScatter | None = None
 
     def residuals(
         self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> Any:
-        # All entries of a scaled kernel are multiplied by the same number.
-        number = None if multiplier is None else multiplier.reshape(-1)[0]
-        sizes = None if self.use.read.groups is None else values[self.use.read.groups]
-        return (
-            values[self.use.read.other],
-            number,
-            None if self.basis is None else probes[self.basis],
-            sizes,
-        )
+    ) -> Operands:
+        """Return the arrays that `statistics` needs, from the op's inputs and the parameter's multiplier."""
+        read = self.use.read
+        if multiplier is not None:
+            # All entries of a scaled kernel are multiplied by the same number.
+            multiplier = multiplier.reshape(-1)[0]
+        basis: Any = None if self.basis is None else probes[self.basis]
+        sizes = None if read.groups is None else values[read.groups]
+        return Operands(values[read.other], multiplier, basis, sizes)
 
-    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker | Ragged:
-        read, (x, number, basis, sizes) = self.use.read, residuals
-        if number is not None and not isinstance(read.geometry, Lookup):
+    def statistics(self, residuals: Operands, g: jax.Array) -> Kronecker | Ragged:
+        """Return the sums, from the arrays of `residuals` and the gradient `g`."""
+        read = self.use.read
+        x, multiplier, basis, sizes = residuals
+        if multiplier is not None and not isinstance(read.geometry, Lookup):
+            # (c w) x = w (c x). The entry appended to `x` for a bias is not scaled.
             x = as_floats(x, self.dtype)
-            x = x * number.astype(
-                x.dtype
-            )  # (c w) x = w (c x); the entry appended to x for a bias is not scaled
-        # Without the barrier, XLA would form patches from the arrays that the image is computed from, and keep them.
+            x = x * multiplier.astype(x.dtype)
         if not self.use.op.loops and read.op == "conv":
+            # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
         inputs: Any = read.geometry.form(
             x, self.arrange_x, self.homogeneous, self.images, self.dtype
         )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
-            inputs, outputs = (
-                Groups(form.array[0, 0], sizes) for form in (inputs, outputs)
-            )
+            inputs = Groups(inputs.array[0, 0], sizes)
+            outputs = Groups(outputs.array[0, 0], sizes)
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
-        moments = (
-            None
-            if basis is None
-            else squares_in_basis(inputs, outputs, basis, self.dtype)
-        )
+        moments = None
+        if basis is not None:
+            moments = squares_in_basis(inputs, outputs, basis, self.dtype)
         a, g = self._side("A", inputs), self._side("G", outputs)
-        counted = number is not None and isinstance(inputs, OneHot)
-        return Kronecker(a * number**2 if counted else a, g, moments)
+        if multiplier is not None and isinstance(inputs, OneHot):
+            a = a * multiplier**2
+        return Kronecker(a, g, moments)
 
-    def _side(self, side: str, form: Any) -> jax.Array:
-        if self.reduce or side in self.diagonal:
-            return form.sums() if self.reduce else form.diagonal()
+    def _side(self, side: str, rows: Form) -> jax.Array:
+        """Return the sums for `A` or `G`."""
+        if self.reduce:
+            return rows.sums()
+        if side in self.diagonal:
+            return rows.diagonal()
         count = self.cut["AG".index(side)]
-        return form.blocks(count) if count > 1 else form.gram()
+        return rows.blocks(count) if count > 1 else rows.gram()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +172,7 @@ class ElementwiseTap:
     key: Key
     use: Use
     arrange: Arrangement
-    dtype: Any
+    dtype: np.dtype
     lies: PartitionSpec | None = None
 
     @property
@@ -146,12 +182,17 @@ class ElementwiseTap:
 
     def residuals(
         self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> Any:
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return the arrays that `statistics` needs, from the op's inputs and the parameter's multiplier."""
         del probes
         return None if self.other is None else values[self.other], multiplier
 
-    def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
-        (other, coefficient), read = residuals, self.use.read
+    def statistics(
+        self, residuals: tuple[jax.Array | None, jax.Array | None], g: jax.Array
+    ) -> jax.Array:
+        """Return the gradients, from the arrays of `residuals` and the result's gradient `g`."""
+        read = self.use.read
+        other, coefficient = residuals
         if other is not None:
             factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
@@ -162,7 +203,7 @@ Tap = KroneckerTap | ElementwiseTap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
+def tapped(tap: Tap, residuals: tuple, y: jax.Array, probe: Any) -> jax.Array:
     """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
     del tap, residuals, probe
     return y
@@ -170,14 +211,19 @@ def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
 
 def _backward(tap, residuals, g):
     def statistics(residuals, g):
-        return jax.tree.map(
-            lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g)
-        )
+        sums = tap.statistics(residuals, g)
+        return jax.tree.map(lambda x: x.astype(tap.dtype), sums)
 
-    if isinstance(tap, KroneckerTap) and tap.spread is not None:
-        return None, g, tap.spread.sums(statistics, residuals, g)
-    lies = tap.lies if isinstance(tap, ElementwiseTap) else None
-    return None, g, whole(statistics, lies)(residuals, g)
+    if isinstance(tap, ElementwiseTap):
+        return None, g, whole(statistics, tap.lies)(residuals, g)
+    if tap.scatter is None:
+        return None, g, whole(statistics)(residuals, g)
+
+    def of_device(x, rest, g):
+        return statistics(Operands(x, *rest), g)
+
+    x, *rest = residuals
+    return None, g, tap.scatter.sums(of_device, x, rest, g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
@@ -195,15 +241,13 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
+    leaves, structure = jax.tree.flatten(tangents[0])
     # Tangents that are not arrays are symbolic zeros.
-    moving = iter(
-        lax.optimization_barrier(
-            [x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]
-        )
-    )
-    return primals[0], jax.tree.map(
-        lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0]
-    )
+    arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    moving = lax.optimization_barrier([leaves[k] for k in arrays])
+    for k, array in zip(arrays, moving, strict=True):
+        leaves[k] = array
+    return primals[0], jax.tree.unflatten(structure, leaves)
 
 
 # The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
@@ -239,7 +283,8 @@ class Plan:
 
         The probes `keys` are used there. They have an entry for each iteration of the scans `iterated`.
         """
-        for outer in (*op.around, *([op] if op.inner else [])):
-            self.inside.setdefault(outer, {}).update(
-                (key, outer in iterated) for key in keys
-            )
+        around = (*op.around, op) if op.inner else op.around
+        for outer in around:
+            inside = self.inside.setdefault(outer, {})
+            for key in keys:
+                inside[key] = outer in iterated

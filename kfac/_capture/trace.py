@@ -9,17 +9,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kfac._capture import equations
 from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
-from kfac._layers import Layers, leaf_paths
+from kfac._layers import Layers, PyTree, leaf_paths
 from kfac._varying import AxisName
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
@@ -27,6 +28,7 @@ from kfac._varying import AxisName
 FEW = 8
 
 Argnums = int | str | Sequence[int | str] | None
+AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Trace(NamedTuple):
@@ -43,8 +45,8 @@ class Trace(NamedTuple):
     """
 
     program: Program
-    arrays: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    arrays: list[AnyArray]
+    rebuild: Callable[[Sequence[jax.Array]], tuple[jax.Array, PyTree]]
     names: list[str]
     shapes: list[tuple[int, ...]]
     batch: Batch
@@ -78,15 +80,19 @@ class Batch:
         return " and ".join(f"argument {k!r}" for k in self.argnums)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[AnyArray]:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def is_key(x: Any) -> bool:
+def is_typed_key(x: AnyArray) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_key(x: object) -> bool:
     """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` returns it."""
     if not is_array(x):
         return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_typed_key(x):
         return x.shape == ()
     return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
 
@@ -97,7 +103,7 @@ HOW_TO_SPLIT = (
 )
 
 
-def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
+def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
     """Return the paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
 
     Raises:
@@ -107,11 +113,9 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
     names, leaves = leaf_paths(params), jax.tree.leaves(params)
     if not names:
         raise ValueError("params has no leaves: there is nothing to train")
-    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(
-            f"two parameter leaves have the path {repeated[0]!r}; rename one"
-        )
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two parameter leaves have the path {name!r}; rename one")
     for name, leaf in zip(names, leaves, strict=True):
         if not is_array(leaf):
             kind = type(leaf).__name__
@@ -126,12 +130,90 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
     return names, [tuple(leaf.shape) for leaf in leaves]
 
 
+class CannotDoubleError(Exception):
+    """The loss cannot be traced with twice as many examples, or then does not grow."""
+
+
+class FlatLoss:
+    """A loss as a function of flat parameters and of the arrays among its other arguments.
+
+    Attributes:
+      params: the parameter leaves.
+      arrays: the arrays. Arguments that are not arrays are passed on unchanged.
+      closed: the loss's jaxpr.
+      rebuild: turns the jaxpr's outputs into `(loss, aux)`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable,
+        has_aux: bool,
+        params: PyTree,
+        args: tuple,
+        kwargs: dict[str, PyTree],
+    ):
+        self.params, self._structure = jax.tree.flatten(params)
+        self.arrays, self._filled = _arrays_of((args, kwargs))
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self.closed, self.rebuild = self._traced(self.arrays)
+
+    def _traced(self, arrays: Sequence[AnyArray]) -> tuple[Any, Callable]:
+        """Return the jaxpr with other arrays, and the function `rebuild`."""
+        filled_aux: Callable[[Sequence[Any]], PyTree]
+
+        def flat_loss(flat_params, arrays):
+            nonlocal filled_aux
+            params = jax.tree.unflatten(self._structure, flat_params)
+            args, kwargs = self._filled(arrays)
+            out = self._loss_fn(params, *args, **kwargs)
+            loss, aux = _checked(out, self._has_aux)
+            aux_arrays, filled_aux = _arrays_of(aux)
+            return [loss, *aux_arrays]
+
+        closed = jax.make_jaxpr(flat_loss)(self.params, arrays)
+        return closed, lambda outs: (outs[0], filled_aux(outs[1:]))
+
+    def doubled(self, batch: Batch) -> Program:
+        """Return the program, with its growth at twice as many examples recorded.
+
+        Raises:
+          CannotDoubleError: the program with twice as many examples cannot be traced, is another program, or is not
+            larger in an array that the loss depends on.
+        """
+        n, arrays = batch.num_examples or 0, list[Any](self.arrays)
+        twice = f"{2 * n} examples in {batch.where}"
+        try:
+            for k in batch.leaves or ():
+                arrays[k] = _twice(arrays[k])
+            twin, _ = self._traced(arrays)
+            program = flat(self.closed)
+            compare(program, flat(twin), alike=n > 1)
+        except AnotherProgramError:
+            raise CannotDoubleError(
+                f"with {twice} the loss is another program"
+            ) from None
+        # A model with a hard-coded batch size may raise anything.
+        except Exception as error:
+            reason, *_ = [*str(error).strip().splitlines(), ""]
+            raise CannotDoubleError(
+                f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
+            ) from error
+        mark_live(program)
+        for op in program.walk():
+            grown = op.longer or any(any(value.grown) for value in op.outputs)
+            if op.alive and grown:
+                return program
+        raise CannotDoubleError(
+            f"nothing that the loss depends on grows with {batch.where}"
+        )
+
+
 def trace(
     loss_fn: Callable,
     has_aux: bool,
-    params: Any,
+    params: PyTree,
     args: tuple,
-    kwargs: dict,
+    kwargs: dict[str, PyTree],
     batch_argnums: Argnums = None,
     shared: Collection[str] = (),
 ) -> Trace:
@@ -149,98 +231,69 @@ def trace(
       shared: names of arrays in these arguments that are known to hold no examples, as in `Batch`.
     """
     names, shapes = check_params(params)
-    arrays, filled = _arrays_of((args, kwargs))
-    flat_params, params_tree = jax.tree.flatten(params)
+    loss = FlatLoss(loss_fn, has_aux, params, args, kwargs)
+    candidates = _candidates(args, kwargs, batch_argnums, shared)
+    batch, program = _find_batch(loss, candidates)
+    place(program, len(names), batch.leaves, batch.num_examples)
+    value = loss.closed.out_avals[0]
+    return Trace(program, loss.arrays, loss.rebuild, names, shapes, batch, value)
 
-    def traced(arrays):
-        filled_aux: list[Callable] = []  # set while `flat_loss` is traced
 
-        def flat_loss(flat_params, arrays):
-            call_args, call_kwargs = filled(arrays)
-            out = loss_fn(
-                jax.tree.unflatten(params_tree, flat_params), *call_args, **call_kwargs
-            )
-            loss, aux = _checked(out, has_aux)
-            aux_arrays, with_arrays = _arrays_of(aux)
-            filled_aux.append(with_arrays)
-            return [loss, *aux_arrays]
+def _find_batch(
+    loss: FlatLoss, candidates: Iterator[list[Batch]]
+) -> tuple[Batch, Program]:
+    """Return the batch and the loss's program.
 
-        closed = jax.make_jaxpr(flat_loss)(flat_params, arrays)
-        return closed, lambda outs: (outs[0], filled_aux[-1](outs[1:]))
-
-    closed, rebuild = traced(arrays)
-
-    def doubled(batch: Batch) -> Program | str:
-        """Return the program with its growth at twice as many examples recorded, or why this fails."""
-        n, leaves = batch.num_examples or 0, batch.leaves or ()
-        twice = f"{2 * n} examples in {batch.where}"
-        try:
-            twin, _ = traced(
-                [_twice(x) if k in leaves else x for k, x in enumerate(arrays)]
-            )
-            program = flat(closed)
-            compare(program, flat(twin), alike=n > 1)
-        except AnotherProgramError:
-            return f"with {twice} the loss is another program"
-        except (
-            Exception
-        ) as error:  # a model with a hard-coded batch size may raise anything
-            reason, *_ = [*str(error).strip().splitlines(), ""]
-            return f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
-        mark_live(program)
-        if any(
-            op.longer or any(any(value.grown) for value in op.outputs)
-            for op in program.walk()
-            if op.alive
-        ):
-            return program
-        return f"nothing that the loss depends on grows with {batch.where}"
-
-    # The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
-    # batch. Unless exactly one candidate is left, the loss hides its examples.
+    The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
+    batch. Unless exactly one candidate is left, the loss hides its examples.
+    """
     doubles: list[tuple[Batch, Program]] = []
-    hidden: list[str] = []
-    for batches in _candidates(args, kwargs, batch_argnums, shared):
-        tried = [(batch, doubled(batch)) for batch in batches]
-        doubles = [
-            (batch, program) for batch, program in tried if isinstance(program, Program)
-        ]
-        hidden += [program for _, program in tried if isinstance(program, str)]
+    reasons: list[str] = []
+    for batches in candidates:
+        for batch in batches:
+            try:
+                doubles.append((batch, loss.doubled(batch)))
+            except CannotDoubleError as error:
+                reasons.append(str(error))
         if doubles:
             break
     together = _together(doubles) if len(doubles) > 1 else None
-    if together and isinstance(joined := doubled(together), Program):
-        doubles = [(together, joined)]
+    if together:
+        try:
+            doubles = [(together, loss.doubled(together))]
+        except CannotDoubleError:
+            pass
     if len(doubles) == 1:
-        ((batch, program),) = doubles
-        batch = dataclasses.replace(
-            batch, lies=_lies(arrays[k] for k in batch.leaves or ())
-        )
-    else:
-        program, several = flat(closed), [batch for batch, _ in doubles]
-        batch = dataclasses.replace(
-            _merged(several),
-            num_examples=None,
-            leaves=None,
-            hidden=_why_hidden(several, hidden),
-        )
-        mark_live(program)
-    place(program, len(names), batch.leaves, batch.num_examples)
-    return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
+        [(batch, program)] = doubles
+        lies = _split_over([loss.arrays[k] for k in batch.leaves or ()])
+        return dataclasses.replace(batch, lies=lies), program
+    program, several = flat(loss.closed), [batch for batch, _ in doubles]
+    mark_live(program)
+    batch = dataclasses.replace(
+        _merged(several),
+        num_examples=None,
+        leaves=None,
+        hidden=_why_hidden(several, reasons),
+    )
+    return batch, program
 
 
-def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def _arrays_of(
+    tree: PyTree,
+) -> tuple[list[AnyArray], Callable[[Sequence[Any]], PyTree]]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
+    positions = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
+    # Do not keep the arrays themselves.
+    others = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def filled(arrays):
-        queue = iter(arrays)
-        return jax.tree.unflatten(
-            structure, [next(queue) if other is None else other[0] for other in others]
-        )
+        result = list(others)
+        for k, array in zip(positions, arrays, strict=True):
+            result[k] = array
+        return jax.tree.unflatten(structure, result)
 
-    return [leaf for leaf in leaves if is_array(leaf)], filled
+    return [leaves[k] for k in positions], filled
 
 
 def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
@@ -249,84 +302,77 @@ def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
     A candidate is left out if no marked output grows with it: examples may share such an array, for example a table of
     anchors. The result is None if all candidates are left out, or if a marked output grows with two of them.
     """
-    marked = [
-        [op for op in p.walk() if op.alive and equations.mark(op.eqn)]
-        for _, p in doubles
-    ]
-    longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
-    batches = [
-        batch for (batch, _), each in zip(doubles, longer, strict=True) if any(each)
-    ]
-    return (
-        _merged(batches)
-        if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True))
-        else None
-    )
+    batches: list[Batch] = []
+    growing = collections.Counter[int]()
+    for batch, program in doubles:
+        marks = [op for op in program.walk() if op.alive and equations.mark(op.eqn)]
+        longer = [k for k, op in enumerate(marks) if any(op.outputs[0].grown[:-1])]
+        growing.update(longer)
+        if longer:
+            batches.append(batch)
+    if not batches or max(growing.values()) > 1:
+        return None
+    return _merged(batches)
 
 
 def _merged(batches: Sequence[Batch]) -> Batch:
-    lengths = {batch.num_examples or 0 for batch in batches}
-    argnums = tuple(dict.fromkeys(k for batch in batches for k in batch.argnums))
-    leaves = frozenset[int]().union(*(batch.leaves or () for batch in batches))
-    return Batch(
-        max(lengths, default=0), argnums, leaves=leaves, several=len(lengths) > 1
-    )
+    """Merge batches into one, with the length of the longest."""
+    lengths, argnums, leaves = {0}, list[int | str](), frozenset[int]()
+    for batch in batches:
+        lengths.add(batch.num_examples or 0)
+        argnums += batch.argnums
+        leaves |= batch.leaves or frozenset()
+    several = len(lengths - {0}) > 1
+    argnums = list(dict.fromkeys(argnums))
+    return Batch(max(lengths), tuple(argnums), leaves=leaves, several=several)
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
-    if several:
-        each = " or ".join(
-            f"the {batch.num_examples} of {batch.where}" for batch in several
-        )
-        apart = len({batch.argnums for batch in several}) == len(several)
-        return f"the examples may be {each}{': what is no batch belongs in an argument of its own' * (not apart)}"
-    return (
-        reasons[0]
-        if reasons
-        else "no argument of the loss has an array with a leading axis"
-    )
+    if not several:
+        return (*reasons, "no argument of the loss has an array with a leading axis")[0]
+    parts = [f"the {batch.num_examples} of {batch.where}" for batch in several]
+    message = f"the examples may be {' or '.join(parts)}"
+    if len({batch.argnums for batch in several}) < len(several):
+        message += ": what is no batch belongs in an argument of its own"
+    return message
 
 
-def _lies(leaves: Iterable[Any]) -> AxisName | None:
+def _split_over(arrays: Sequence[AnyArray]) -> AxisName | None:
     """Return the explicit mesh axes along which all arrays are split; None if the arrays differ."""
-    specs = {
-        jax.typeof(leaf).sharding.spec[0]
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
-    }
+    specs = set()
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            specs.add(jax.typeof(array).sharding.spec[0])
     return specs.pop() if len(specs) == 1 else None
 
 
-def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        what = (
-            f"an array of shape {jnp.shape(out)}"
-            if hasattr(out, "shape")
-            else f"a {type(out).__name__}"
-        )
-        raise TypeError(
-            f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out"
-        )
-    loss, aux = out if has_aux else (out, None)
-    if (
-        not is_array(loss)
-        or jnp.shape(loss) != ()
-        or not jnp.issubdtype(loss.dtype, jnp.floating)
-    ):
-        what = (
-            f"shape {jnp.shape(loss)}, dtype {loss.dtype}"
-            if is_array(loss)
-            else type(loss).__name__
-        )
-        hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
-        raise TypeError(
-            f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
-        )
-    return loss, aux
+def _checked(out: Any, has_aux: bool) -> tuple[AnyArray, PyTree]:
+    """Return the loss and `aux`, or raise if the loss function has returned something else."""
+    loss, aux = out, None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            what = f"a {type(out).__name__}"
+            if hasattr(out, "shape"):
+                what = f"an array of shape {jnp.shape(out)}"
+            raise TypeError(
+                f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out"
+            )
+        loss, aux = out
+    if is_array(loss):
+        if jnp.shape(loss) == () and jnp.issubdtype(loss.dtype, jnp.floating):
+            return loss, aux
+        what = f"shape {jnp.shape(loss)}, dtype {loss.dtype}"
+    else:
+        what = type(loss).__name__
+    hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
+    raise TypeError(
+        f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
+    )
 
 
-def _twice(x: Any) -> Any:
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+def _twice(x: AnyArray) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array with twice as many examples."""
+    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return aval.update(shape=(2 * aval.shape[0], *aval.shape[1:]))
 
 
@@ -343,7 +389,10 @@ class Leaf(NamedTuple):
 
 
 def _candidates(
-    args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]
+    args: tuple,
+    kwargs: Mapping[str, PyTree],
+    batch_argnums: Argnums,
+    shared: Collection[str],
 ) -> Iterator[list[Batch]]:
     """Yield the candidates for the batch in stages. The first stage with a candidate that can be doubled decides.
 
@@ -352,75 +401,81 @@ def _candidates(
     - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
     - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
-    arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {
-        name: kwargs[name] for name in sorted(kwargs)
-    }
+    arguments: dict[int | str, PyTree] = dict(enumerate(args, 1))
+    for name in sorted(kwargs):
+        arguments[name] = kwargs[name]
+    leaves = _leaves(arguments, shared)
+    first: list[int | str] = [1]
+    if batch_argnums is not None:
+        first = named_arguments(batch_argnums, arguments, len(args))
+    alike = _of_equal_length(leaves, first)
+    yield [_batch(group, leaves) for group in alike]
+    batches = []
+    for group in alike:
+        if 1 < len(group) <= FEW:
+            for out in group:
+                rest = [leaf for leaf in group if leaf is not out]
+                batches.append(_batch(rest, leaves))
+    yield batches
+    if batch_argnums is not None:
+        return
+    for with_first in (True, False):
+        for count in range(1, len(arguments) + 1):
+            batches = []
+            for keys in itertools.combinations(arguments, count):
+                # The first argument alone was tried above.
+                if (1 in keys) != with_first or keys == (1,):
+                    continue
+                for group in _of_equal_length(leaves, keys):
+                    if {leaf.argument for leaf in group} == set(keys):
+                        batches.append(_batch(group, leaves))
+            yield batches
+
+
+def leading_length(leaf: object, name: str, shared: Collection[str]) -> int | None:
+    """Return the length of a leaf's first axis, or None if the axis cannot hold examples.
+
+    The leaf, called `name`, holds no examples if it is a scalar, a PRNG key or not an array, or if it is in `shared`.
+    """
+    if not is_array(leaf) or not leaf.shape or is_key(leaf) or name in shared:
+        return None
+    return leaf.shape[0]
+
+
+def _leaves(
+    arguments: Mapping[int | str, PyTree], shared: Collection[str]
+) -> list[Leaf]:
+    """Return all arrays in the arguments. The names in `shared` are known to hold no examples."""
     leaves: list[Leaf] = []
     for key, argument in arguments.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+        for path, leaf in jax.tree.leaves_with_path(argument):
             if is_array(leaf):
                 name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-                alone = not leaf.shape or is_key(leaf) or name in shared
-                leaves.append(
-                    Leaf(len(leaves), key, name, None if alone else leaf.shape[0])
-                )
+                length = leading_length(leaf, name, shared)
+                leaves.append(Leaf(len(leaves), key, name, length))
+    return leaves
 
-    def candidate(chosen: Sequence[Leaf]) -> Batch:
-        argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
-        shared = tuple(
-            leaf.name
-            for leaf in leaves
-            if leaf.argument in argnums and leaf not in chosen
-        )
-        return Batch(
-            chosen[0].length,
-            argnums,
-            shared,
-            leaves=frozenset(leaf.position for leaf in chosen),
-        )
 
-    def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """Group the leaves of these arguments by length, the largest group first.
+def _of_equal_length(
+    leaves: Sequence[Leaf], keys: Collection[int | str]
+) -> list[list[Leaf]]:
+    """Group the leaves of the arguments `keys` by length, the largest group first."""
+    groups: dict[int, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.argument in keys and leaf.length:
+            groups.setdefault(leaf.length, []).append(leaf)
+    return sorted(groups.values(), key=len, reverse=True)
 
-        If the user chose no arguments, each group needs a leaf of every argument in `keys`.
-        """
-        of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
-        lengths = dict.fromkeys(leaf.length for leaf in of_keys)
-        alike = [
-            [leaf for leaf in of_keys if leaf.length == length] for length in lengths
-        ]
-        whole = (
-            group
-            for group in alike
-            if named is not None or {leaf.argument for leaf in group} == set(keys)
-        )
-        return sorted(whole, key=len, reverse=True)
 
-    named = (
-        None
-        if batch_argnums is None
-        else named_arguments(batch_argnums, arguments, len(args))
-    )
-    first = [key for key in arguments if key == 1] if named is None else named
-    alike = of_lengths(first) if first else []
-    yield [candidate(group) for group in alike]
-    few = [group for group in alike if 1 < len(group) <= FEW]
-    yield [
-        candidate([leaf for leaf in group if leaf is not out])
-        for group in few
-        for out in group
-    ]
-    for own_first in (True, False) if named is None else ():
-        for count in range(
-            2 if own_first else 1, len(arguments) + 1
-        ):  # the first argument alone was tried above
-            keys = [set(keys) for keys in itertools.combinations(arguments, count)]
-            chosen = [each for each in keys if (1 in each) == own_first]
-            yield [
-                candidate(group)
-                for together in chosen
-                for group in of_lengths(together)
-            ]
+def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf]) -> Batch:
+    """Return the batch that consists of the `chosen` leaves. All `leaves` of their other arguments are shared."""
+    argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
+    shared = []
+    for leaf in leaves:
+        if leaf.argument in argnums and leaf not in chosen:
+            shared.append(leaf.name)
+    positions = frozenset(leaf.position for leaf in chosen)
+    return Batch(chosen[0].length, argnums, tuple(shared), leaves=positions)
 
 
 def named_arguments(
@@ -433,29 +488,26 @@ def named_arguments(
     Raises:
       ValueError: a named argument does not exist, or is `params`.
     """
-    keys = [
-        k % (count + 1) if isinstance(k, int) and -count - 1 < k <= count else k
-        for k in as_argnums(batch_argnums)
-    ]
-    for key in keys:
+    keys = []
+    for key in as_argnums(batch_argnums):
+        if isinstance(key, int) and -count - 1 < key < 0:
+            key += count + 1
         if key not in arguments:
             there = ", ".join(map(repr, arguments)) or "not given by position"
             raise ValueError(
                 f"batch_argnums={batch_argnums!r} has {key!r}, but the arguments after params are {there}"
             )
+        keys.append(key)
     return list(dict.fromkeys(keys))
 
 
 def batch_of(
-    layers: Layers, args: tuple, kwargs: dict
+    layers: Layers, args: tuple, kwargs: Mapping[str, PyTree]
 ) -> tuple[Argnums, Collection[str]]:
     """Return the arguments that hold the examples, and the shared arrays in them, as `layers` knows them.
 
     The result is `(None, ())` if the call has no such arguments.
     """
-    present = tuple(
-        k
-        for k in layers.batch_argnums
-        if (k in kwargs if isinstance(k, str) else 0 < k <= len(args))
-    )
+    arguments = {*range(1, len(args) + 1), *kwargs}
+    present = tuple(key for key in layers.batch_argnums if key in arguments)
     return (present, layers.shared) if present else (None, ())
