@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kfac._capture import axes as axes_lib
 from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.make_layers import LONG as LONG
 from kfac._capture.make_layers import LayerMaker, bounded, main_use, told_apart
@@ -23,10 +21,10 @@ from kfac._layers import (
     UNREACHED,
     Layer,
     Layers,
-    Layout,
     UnsupportedLayerError,
-    find_splits,
 )
+from kfac._layout import Layout
+from kfac._paths import find_splits
 from kfac._varying import on_mesh
 
 
@@ -210,6 +208,8 @@ def layers_of(
         else:
             layer = maker.gradient(leaf, leaf in chosen)
         blocks.append(bounded(layer, options.max_dim))
+    inputs = traced.program.inputs[: len(names)]
+    wide = any(value.dtype == "float64" for value in inputs)
     needs_number = n is None and any(layer.captured for layer in blocks)
     layers = dataclasses.replace(
         options,
@@ -219,36 +219,21 @@ def layers_of(
         batch_argnums=batch.argnums,
         shared=batch.shared,
         hidden=batch.hidden,
-        dtype=_dtype_of_sums(traced),
+        dtype="float64" if wide else "float32",
         unclear=unclear if needs_number else "",
     )
     uses_by_path = {names[leaf]: of_leaf for leaf, of_leaf in uses.items()}
     return Analysis(layers, reads, uses_by_path, n, unclear)
 
 
-def _dtype_of_sums(traced: Trace) -> str:
-    """Return the widest dtype in which statistics are summed."""
-    for value in traced.program.inputs[: len(traced.names)]:
-        if value.dtype == "float64":
-            return "float64"
-    return "float32"
-
-
 def _named(blocks: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
     """Name each layer after its module if the module has no other layer, otherwise after its first leaf."""
-    modules = collections.Counter(_module(layer) for layer in blocks)
-    result = []
-    for layer in blocks:
-        module = _module(layer)
+    modules = [layer.params[0].rpartition("/")[0] for layer in blocks]
+    for k, module in enumerate(modules):
         # A key in `params` may contain a slash, so a module's path may equal a leaf's path.
-        if module and modules[module] == 1 and module not in names:
-            layer = dataclasses.replace(layer, name=module)
-        result.append(layer)
-    return tuple(result)
-
-
-def _module(layer: Layer) -> str:
-    return layer.params[0].rpartition("/")[0]
+        if module and modules.count(module) == 1 and module not in names:
+            blocks[k] = dataclasses.replace(blocks[k], name=module)
+    return tuple(blocks)
 
 
 def matching(
@@ -353,24 +338,18 @@ def _why_inexact(uses: list[Use]) -> tuple[str, Layout | None]:
     if len(products) < len(uses):
         return "besides a product, an elementwise operation reads it", main.layout
     alike = [use for use in products if use.layout == main.layout]
-    others = [use for use in products if use.layout != main.layout]
     if len({use.read.op == "embedding" for use in alike}) > 1:
         reason = "of inputs that are looked up there are only counts, so the two are no one block"
         return reason, main.layout
     if len({use.picked for use in products}) > 1:
         return "the operations disagree on the parts that it is cut into", None
-    for use in others:
-        if use.read.op == "embedding" or not _is_transposed(use, main):
+    for use in products:
+        transposed = use.layout == main.layout.transposed
+        if use not in alike and (use.read.op == "embedding" or not transposed):
             return "the operations disagree on which of its axes are inputs", None
     if len({tuple(filter(None, use.view.stack)) for use in products}) > 1:
         return "the operations disagree on how it is stacked", None
     return "", None
-
-
-def _is_transposed(a: Use, b: Use) -> bool:
-    swapped = {"in": "out", "out": "in", "stack": "stack"}
-    roles = [(atom, swapped[role]) for atom, role in b.roles.items()]
-    return a.layout == axes_lib.layout(roles)
 
 
 def _companions(reads: Reads, uses: dict[int, list[Use]]) -> dict[int, int]:

@@ -7,9 +7,9 @@ axes of a single copy's sums. The factors hold the copies in the kernel's memory
 
 from __future__ import annotations
 
+import collections
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kfac._capture.axes import Atom
-from kfac._capture.reduce_scatter import ReduceScatter, Shape
-from kfac._capture.states import Use, by_part
-from kfac._capture.taps import Key
+from kfac._capture.reduce_scatter import Shape
+from kfac._capture.taps import Key, KroneckerTap
 from kfac._factors import Kronecker, Ragged, Statistics, Tied, Unitwise
 from kfac._layers import Layer
 from kfac._packing import in_blocks
@@ -30,88 +29,66 @@ class KroneckerSums:
     """The sums of a Kronecker layer, from its probes to its factors.
 
     Attributes:
-      layer: the layer.
-      moments: whether the taps also sum squares of per-example gradients.
       probes: each probe's shapes and dtypes, by key.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        uses: Sequence[Use],
-        n: int,
-        batch: int,
-        dtype: np.dtype,
-        moments: bool,
-        scatter: ReduceScatter | None,
-    ):
+    def __init__(self, layer: Layer, taps: Sequence[KroneckerTap], n: int, batch: int):
         """Plan the probes.
 
         Args:
           layer: the layer.
-          uses: the kernel's uses.
+          taps: the taps at all uses of the kernel.
           n: the number of examples over which the loss is a mean.
           batch: the number of examples in the batch.
-          dtype: the dtype of the sums.
-          moments: whether the taps also sum squares of per-example gradients.
-          scatter: how the sums are packed and added up over devices; None if they are not packed.
         """
-        read, picked = uses[0].read, uses[0].picked
-        self.layer, self.moments = layer, moments
-        self._n, self._scatter = n, scatter
+        tap, use = taps[0], taps[0].use
+        self._layer, self._taps, self._n = layer, taps, n
         self._reduce = layer.weight_sharing == "reduce"
-        self._ragged = any(use.read.groups is not None for use in uses)
-        self._loops = uses[0].iterated
-        self._batched = math.prod(atom.size for atom in read.batched)
-        self._parts = math.prod(atom.size for atom in picked)
-        # The number of positions per example of each part that is read.
-        self._positions = {}
-        for part in by_part(uses):
-            rows = sum(use.for_all(batch).rows for use in part)
-            self._positions[part[0].part] = rows / n
+        self._parts = math.prod(atom.size for atom in use.picked)
+        self._stack = (*use.iterated, math.prod(atom.size for atom in use.read.batched))
+        # The number of rows of each part.
+        self._rows = collections.Counter[int]()
+        for of_use in taps:
+            self._rows[of_use.key.number] += of_use.use.rows
         # The taps bring batched copies to memory order, flips included. Scans stack copies in the order of their reads.
-        copies = [atom._replace(flipped=False) for atom in read.batched]
-        copies.sort(key=lambda atom: atom.memory_order)
-        self._order = _memory_order([*picked, *uses[0].scanned, *copies])
+        batched = [atom._replace(flipped=False) for atom in use.read.batched]
+        batched.sort(key=lambda atom: atom.memory_order)
+        self._order = _memory_order([*use.picked, *use.scanned, *batched])
 
         # The shapes of a single copy's sums, and then of its factors.
-        self._shapes = self._shapes_of_sums(batch)
+        shapes: dict[str, Shape] = dict(layer.side_shapes)
+        if self._reduce:
+            shapes = {"A": (batch, layer.d_in), "G": (batch, layer.d_out)}
+        kind: type[Any] = Kronecker
+        if use.read.groups is not None:
+            kind = Ragged
+            shapes = {"A": shapes["A"], "squares": shapes["G"], "rows": ()}
+        if tap.basis:
+            shapes["moments"] = (layer.d_out, layer.d_in)
         arrays = {}
-        for name, shape in self._shapes.items():
-            if scatter is None:
-                shape = (*self._loops, self._batched, *shape)
-                arrays[name] = jax.ShapeDtypeStruct(shape, dtype)
+        for name, shape in shapes.items():
+            if tap.scatter is None:
+                arrays[name] = jax.ShapeDtypeStruct((*self._stack, *shape), tap.dtype)
             else:
-                arrays[name] = scatter.probe(self._loops, self._batched, shape, dtype)
-                self._shapes[name] = scatter.padded_shape(shape)
-        direct = Ragged(**arrays) if self._ragged else Kronecker(**arrays)
+                if name == "moments":
+                    shape = (math.prod(shape),)
+                arrays[name] = tap.scatter.probe(self._stack, shape, tap.dtype)
+                shapes[name] = tap.scatter.padded_shape(shape)
+        self._shapes = shapes
         self.probes: dict[Key, Kronecker | Ragged] = {}
-        for use in uses:
-            key = probe_key(layer, use)
-            self.probes[key] = direct
+        for key in [of_use.key for of_use in taps]:
+            self.probes[key] = kind(**arrays)
             if key.role == "transposed":
                 # The transpose has the layer's outputs as inputs, so `A` and `G` swap shapes.
                 self.probes[key] = Kronecker(arrays["G"], arrays["A"])
 
-    def _shapes_of_sums(self, batch: int) -> dict[str, Shape]:
-        layer = self.layer
-        shapes: dict[str, Shape] = dict(layer.side_shapes)
-        if self._ragged:
-            return {"A": shapes["A"], "squares": shapes["G"], "rows": ()}
-        if self._reduce:
-            shapes = {"A": (batch, layer.d_in), "G": (batch, layer.d_out)}
-        if self.moments:
-            shapes["moments"] = (layer.d_out, layer.d_in)
-            if self._scatter is not None:
-                shapes["moments"] = (layer.d_out * layer.d_in,)
-        return shapes
-
-    def finish(self, sums: list[Any]) -> Statistics:
+    def finish(self, sums: Sequence[Any]) -> Statistics:
         """Convert the sums, in the order of `probes`, to the layer's statistics."""
-        if self._scatter is None:
+        scatter = self._taps[0].scatter
+        if scatter is None:
             return self._factors(sums)
-        lead = 1 if self.layer.stacked else 0
-        return self._scatter.packed(self._factors, sums, len(self._loops), lead)
+        loops, lead = len(self._stack) - 1, 1 if self._layer.stacked else 0
+        return scatter.packed(self._factors, sums, loops, lead)
 
     def eigenvectors(self, basis: Kronecker) -> dict[Key, Kronecker]:
         """Arrange the layer's eigenvectors for its taps, by the taps' `basis` keys."""
@@ -120,92 +97,77 @@ class KroneckerSums:
             shape = vectors.shape[-2:]
             order = np.argsort(self._order)
             vectors = _reordered(vectors.reshape(-1, *shape), order)
-            return vectors.reshape(self._parts, *self._loops, self._batched, *shape)
+            return vectors.reshape(self._parts, *self._stack, *shape)
 
-        by_part = jax.tree.map(arranged, basis)
+        a, g = arranged(basis.A), arranged(basis.G)
         result = {}
-        for part in self._positions:
-            vectors = jax.tree.map(operator.itemgetter(part), by_part)
-            result[basis_key(self.layer, part)] = vectors
+        for tap in self._taps:
+            if tap.basis:
+                part = tap.key.number
+                result[tap.basis] = Kronecker(a[part], g[part])
         return result
 
     def _factors(self, sums: Sequence[Any]) -> Any:
-        direct, transposed = {}, {}
-        for key, of_key in zip(self.probes, sums, strict=True):
-            if key.role == "transposed":
-                transposed[key.number] = self._of_transpose(of_key, key.number)
+        n, direct, transposed = self._n, {}, {}
+        for (_, part, role), of_key in zip(self.probes, sums, strict=True):
+            # G = (n / s) sum g g^T with s positions per example.
+            positions = self._rows[part] / n
+            if role == "transposed":
+                a, g = of_key.G * n, of_key.A / (n * positions)
+                transposed[part] = Kronecker(a, g)
             else:
-                direct[key.number] = self._of_part(of_key, key.number)
+                direct[part] = self._of_part(of_key, positions)
         if not transposed:
             return self._of_layer(direct)
-        sides = self._of_layer(direct), self._of_layer(transposed)
-        return Tied(*sides, self.layer.diagonal, self.layer.cut)
+        pair = self._of_layer(direct), self._of_layer(transposed)
+        return Tied(*pair, self._layer.diagonal, self._layer.cut)
 
-    def _of_part(self, sums: Any, part: int) -> Kronecker | Ragged:
-        """Return a part's factors from its sums."""
-        n, positions = self._n, self._positions[part]
-        if self._ragged:
+    def _of_part(self, sums: Any, positions: float) -> Kronecker | Ragged:
+        """Return a part's factors from its sums and its number of positions per example."""
+        n = self._n
+        if isinstance(sums, Ragged):
             return Ragged(sums.A / n, sums.squares * n, sums.rows / n)
-        moments = sums.moments * n if self.moments else None
+        moments = None if sums.moments is None else sums.moments * n
         if self._reduce:
             return Kronecker(sums.A / positions, sums.G, moments)
-        # G = (n / s) sum g g^T with s positions per example.
         return Kronecker(sums.A / n, sums.G * (n / positions), moments)
 
-    def _of_transpose(self, sums: Kronecker, part: int) -> Kronecker:
-        """Return a part's factors from the sums over reads of its transpose."""
-        n, positions = self._n, self._positions[part]
-        return Kronecker(sums.G * n, sums.A / (n * positions))
-
-    def _of_layer(self, of_parts: Mapping[int, Kronecker | Ragged]) -> Any:
+    def _of_layer(self, of_parts: dict[int, Any]) -> Any:
         """Return the layer's factors from its parts' factors. An unread part has zeros."""
-        first = next(iter(of_parts.values()))
-        unread = jax.tree.map(jnp.zeros_like, first)
-        parts = [of_parts.get(part, unread) for part in range(self._parts)]
-        stack = parts[0]
-        if len(parts) > 1:
+        layer, n = self._layer, self._n
+        stack = next(iter(of_parts.values()))
+        kind = type(stack)
+        if self._parts > 1:
+            unread = jax.tree.map(jnp.zeros_like, stack)
+            parts = [of_parts.get(part, unread) for part in range(self._parts)]
             stack = jax.tree.map(lambda *parts: jnp.stack(parts), *parts)
-        lead = (self.layer.copies,) if self.layer.stacked else ()
+        lead = (layer.copies,) if layer.stacked else ()
         arrays = {}
         for name, shape in self._shapes.items():
             array = getattr(stack, name).reshape(-1, *shape)
-            array = _reordered(array, self._order)
-            arrays[name] = array.reshape(*lead, *shape)
+            arrays[name] = _reordered(array, self._order).reshape(*lead, *shape)
         if self._reduce:
-            a, g = self._products("A", arrays["A"]), self._products("G", arrays["G"])
-            arrays |= {"A": a / self._n, "G": g * self._n}
-        return type(first)(**arrays)
-
-    def _products(self, side: str, rows: jax.Array) -> jax.Array:
-        """Return an unscaled factor for the setting "reduce".
-
-        `rows`, `[..., n, d]`, are sums over each example's positions.
-        """
-        if side in self.layer.diagonal:
-            return jnp.sum(jnp.square(rows), axis=-2)
-        count = self.layer.cut["AG".index(side)]
-        if count > 1:
-            rows = in_blocks(rows, count)
-        return jnp.einsum("...ni,...nj->...ij", rows, rows, precision="highest")
+            a, g = arrays["A"], arrays["G"]
+            arrays["A"] = _products(layer, "A", a) / n
+            arrays["G"] = _products(layer, "G", g) * n
+        return kind(**arrays)
 
 
-def probe_key(layer: Layer, use: Use) -> Key:
-    """Return the key of the probe for a use of a kernel."""
-    if use.layout == layer.layouts[0]:
-        return Key(layer.name, use.part)
-    return Key(layer.name, use.part, "transposed")
-
-
-def basis_key(layer: Layer, part: int) -> Key:
-    """Return the eigenvectors' key for a part's taps."""
-    return Key(layer.name, part, "eigenvectors")
+def _products(layer: Layer, side: str, rows: jax.Array) -> jax.Array:
+    """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
+    if side in layer.diagonal:
+        return jnp.sum(jnp.square(rows), axis=-2)
+    count = layer.cut["AG".index(side)]
+    if count > 1:
+        rows = in_blocks(rows, count)
+    return jnp.einsum("...ni,...nj->...ij", rows, rows, precision="highest")
 
 
 def _memory_order(stack: Sequence[Atom]) -> np.ndarray:
     """Return each copy's index in an array with the axes `stack`, for all copies in memory order."""
     sizes = [atom.size for atom in stack]
-    places = np.arange(math.prod(sizes)).reshape(sizes)
-    places = np.flip(places, tuple(k for k, atom in enumerate(stack) if atom.flipped))
+    flipped = tuple(k for k, atom in enumerate(stack) if atom.flipped)
+    places = np.flip(np.arange(math.prod(sizes)).reshape(sizes), flipped)
     order = sorted(range(len(stack)), key=lambda k: stack[k].memory_order)
     return places.transpose(order).reshape(-1)
 
@@ -246,11 +208,11 @@ class ElementwiseSums(NamedTuple):
     probes: dict[Key, jax.ShapeDtypeStruct]
     entries: dict[Key, Entries]
 
-    def finish(self, sums: list[jax.Array]) -> Unitwise:
+    def finish(self, sums: Sequence[jax.Array]) -> Unitwise:
         """Convert the gradients, in the order of `probes`, to the layer's block."""
         return whole(self._block)(sums)
 
-    def _block(self, sums: list[jax.Array]) -> Unitwise:
+    def _block(self, sums: Sequence[jax.Array]) -> Unitwise:
         """Return the block of each channel, `n sum_i g_i g_i^T`.
 
         `g_i` is example `i`'s gradient for the channel's parameters.
@@ -266,6 +228,6 @@ class ElementwiseSums(NamedTuple):
             columns[column] = columns[column] + g if column in columns else g
         rows = []
         for a in columns.values():
-            moments = [jnp.sum(a * b, axis=0) for b in columns.values()]
-            rows.append(jnp.stack(moments, axis=-1))
+            row = [jnp.sum(a * b, axis=0) for b in columns.values()]
+            rows.append(jnp.stack(row, axis=-1))
         return Unitwise(self.n * jnp.stack(rows, axis=-2))

@@ -11,7 +11,8 @@ from kfac._capture import axes as axes_lib
 from kfac._capture.find_reads import Reads
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Trace
-from kfac._layers import MAX_DIM, VOCABULARY, Layer, Layout
+from kfac._layers import MAX_DIM, VOCABULARY, Layer
+from kfac._layout import Layout
 from kfac._statistics.convolution import Convolution
 
 

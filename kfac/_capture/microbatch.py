@@ -14,7 +14,8 @@ from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
 from kfac._capture.trace import is_key, leading_length, named_arguments
 from kfac._checks import check, check_given
-from kfac._layers import Layers, PyTree
+from kfac._layers import Layers
+from kfac._paths import PyTree
 from kfac._varying import zeros_of
 
 

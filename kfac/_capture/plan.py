@@ -9,25 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.find_layers import layers_of
-from kfac._capture.finish import (
-    ElementwiseSums,
-    Entries,
-    KroneckerSums,
-    basis_key,
-    probe_key,
-)
+from kfac._capture.finish import ElementwiseSums, Entries, KroneckerSums
 from kfac._capture.outputs import Marks
 from kfac._capture.primitives import Read
 from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
-from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
+from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac._capture.trace import Trace
 from kfac._factors import Factors, Kronecker, Ragged, Statistics
-from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
+from kfac._layers import Layer, Layers
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Arrangement, Lookup
 from kfac._varying import AxisName, device_axes, dividing_axes, split_along
@@ -67,31 +61,20 @@ class Planned:
         return probes
 
     def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Kronecker]:
-        """Arrange the layers' eigenvectors for their taps."""
+        """Arrange the eigenvectors of the layers in `basis` for the layers' taps."""
         vectors: dict[Key, Kronecker] = {}
-        for name, sums in self.sums.items():
-            if isinstance(sums, KroneckerSums) and sums.moments:
-                vectors |= sums.eigenvectors(basis[name])
+        for name, of_layer in basis.items():
+            sums = self.sums[name]
+            if isinstance(sums, KroneckerSums):
+                vectors |= sums.eigenvectors(of_layer)
         return vectors
 
-    def factors(self, cotangents: Mapping[Key, Probe]) -> Factors:
+    def factors(self, cotangents: Mapping[Key, Any]) -> Factors:
         """Compute the factors from the probes' cotangents."""
         blocks: dict[str, Statistics] = {}
         for name, sums in self.sums.items():
-            values: list[Any] = [cotangents[key] for key in sums.probes]
-            blocks[name] = sums.finish(values)
+            blocks[name] = sums.finish([cotangents[key] for key in sums.probes])
         return Factors(blocks)
-
-    def place(self, tap: Tap) -> None:
-        """Put a tap behind its operation, and tell each enclosing scan whether it slices the tap's probe."""
-        op, keys, over_examples = tap.use.op, [tap.key], True
-        if isinstance(tap, KroneckerTap):
-            over_examples = False
-            if tap.basis:
-                keys.append(tap.basis)
-        loops = [loop for loop, iterates in tap.use.levels(over_examples) if iterates]
-        self.plan.taps.setdefault(op, []).append(tap)
-        self.plan.look_inside(op, keys, loops)
 
 
 def plan_taps(
@@ -119,40 +102,37 @@ def plan_taps(
     if analysis.layers.unclear:
         raise ValueError(analysis.layers.unclear)
     check_same(layers, analysis.layers)
-    n, batch = analysis.num_examples or 1, traced.batch
-    plan = analysis.reads.plan
-    planned = Planned(n, batch.num_examples, plan, batch.lies, wire)
-    # The eigenbasis belongs to `layers`. In the traced loss, other layers may be correctable.
-    corrected = {layer.name for layer in layers if moments and layer.correctable}
-    for layer in analysis.layers:
-        if layer.kind in KRONECKER_KINDS:
-            uses = [analysis.uses[path] for path in layer.params]
-            _plan_kronecker(planned, layer, uses, layer.name in corrected)
-        elif layer.kind in UNITWISE_KINDS:
-            uses = [analysis.uses[path] for path in layer.params]
+    planned = Planned(
+        analysis.num_examples or 1,
+        traced.batch.num_examples,
+        analysis.reads.plan,
+        traced.batch.lies,
+        wire,
+    )
+    for layer in analysis.layers.with_factors:
+        uses = [analysis.uses[path] for path in layer.params]
+        if layer.kronecker:
+            # The eigenbasis belongs to `layers`.
+            in_basis = moments and layers[layer.name].correctable
+            _plan_kronecker(planned, layer, uses, in_basis)
+        else:
             _plan_elementwise(planned, layer, uses)
     return planned
 
 
-def _of_any_images(layers: Layers) -> Layers:
-    """Set every layer's `overlap` to 1, because it depends on the image size."""
-    blocks = [dataclasses.replace(layer, overlap=1.0) for layer in layers]
-    return dataclasses.replace(layers, blocks=tuple(blocks))
-
-
 def check_same(expected: Layers, found: Layers) -> None:
     """Raise a `ValueError` if a loss has other layers than `expected`."""
-    expected, found = _of_any_images(expected), _of_any_images(found)
     if expected.paths != found.paths:
         differing = ", ".join(sorted(set(expected.paths) ^ set(found.paths))[:5])
         raise ValueError(
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        if a == b:
+        # The overlap depends on the image size.
+        if a == dataclasses.replace(b, overlap=a.overlap):
             continue
-        fields = [field.name for field in dataclasses.fields(a) if field.compare]
-        others = [name for name in fields if getattr(a, name) != getattr(b, name)]
+        names = [field.name for field in dataclasses.fields(a) if field.compare]
+        others = [name for name in names if getattr(a, name) != getattr(b, name)]
         raise ValueError(
             f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
             f"{', '.join(others)}. Call find_layers with the same function and with arguments of the same kind."
@@ -162,11 +142,8 @@ def check_same(expected: Layers, found: Layers) -> None:
 def _rows(use: Use, examples: Collection[int]) -> list[int]:
     """Return the positions of the result's atoms that hold neither a part of the leaf nor the examples."""
     flat = axes_lib.flatten(use.read.y_axes)
-    return [
-        position
-        for position, atom in enumerate(flat)
-        if not atom.of_leaf and position not in examples
-    ]
+    others = [p for p, atom in enumerate(flat) if not atom.of_leaf]
+    return [p for p in others if p not in examples]
 
 
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
@@ -195,19 +172,18 @@ def _plan_kronecker(
         if use.late:
             planned.plan.late[use.op] = batch
         use = use.for_all(batch)
-        read, key = use.read, probe_key(layer, use)
+        read = use.read
         examples = _examples(planned, layer, use, moments)
         rows = _rows(use, examples)
         in_x = dict(read.rows)
         x_examples = [in_x[p] for p in examples if p in in_x]
         x_rows = [in_x[p] for p in rows if p in in_x]
-        diagonal, cut = layer.diagonal, layer.cut
-        if key.role == "transposed":
-            diagonal = tuple("G" if side == "A" else "A" for side in diagonal)
-            cut = (cut[1], cut[0])
+        role = "" if use.layout == layer.layouts[0] else "transposed"
+        key = Key(layer.name, use.part, role)
         tap = KroneckerTap(
             key=key,
             use=use,
+            layer=layer,
             arrange_x=axes_lib.arrangement(
                 read.x_axes, read.batched, x_examples, x_rows
             ),
@@ -215,24 +191,22 @@ def _plan_kronecker(
             images=read.op == "conv" and x_examples == [0],
             homogeneous=float(use.op in with_bias) if layer.has_bias else None,
             dtype=dtype,
-            diagonal=diagonal,
-            cut=cut,
-            reduce=layer.weight_sharing == "reduce",
-            basis=basis_key(layer, use.part) if moments else None,
+            basis=key._replace(role="eigenvectors") if moments else None,
         )
         taps.append(tap)
-    taps, scatter = _over_devices(planned, layer, taps)
+    taps = _over_devices(planned, layer, taps)
     for tap in taps:
-        planned.place(tap)
-    planned.sums[layer.name] = KroneckerSums(
-        layer, kernel_uses, planned.num_examples, batch, dtype, moments, scatter
-    )
+        keys = [tap.key, tap.basis] if tap.basis else [tap.key]
+        loops = [loop for loop, iterates in tap.use.levels() if iterates]
+        planned.plan.place(tap, keys, loops)
+    sums = KroneckerSums(layer, taps, planned.num_examples, batch)
+    planned.sums[layer.name] = sums
 
 
 def _over_devices(
     planned: Planned, layer: Layer, taps: list[KroneckerTap]
-) -> tuple[list[KroneckerTap], ReduceScatter | None]:
-    """Return a layer's taps for several devices, which pack their sums, and how they do so.
+) -> list[KroneckerTap]:
+    """Return a layer's taps for several devices, which pack their sums.
 
     The taps stay the same, without packed sums, in these cases:
 
@@ -241,47 +215,45 @@ def _over_devices(
     - The program runs over a mesh, and a tap's data or gradient cannot be split by examples, or the taps would split
       over different mesh axes. XLA then sums whole matrices.
     """
-    shapes = tuple(layer.side_shapes.values())
     for tap in taps:
-        if tap.reduce or tap.key.role or tap.use.read.groups is not None:
-            return taps, None
+        if tap.key.role == "transposed" or tap.use.read.groups is not None:
+            return taps
+    if layer.weight_sharing == "reduce":
+        return taps
+    scatter = ReduceScatter(tuple(layer.side_shapes.values()), planned.wire)
     if device_axes():
-        scatter = ReduceScatter(shapes, planned.wire)
-        return [dataclasses.replace(tap, scatter=scatter) for tap in taps], scatter
+        return [dataclasses.replace(tap, scatter=scatter) for tap in taps]
     own_probes = len({tap.key for tap in taps}) == len(taps)
     at_once = own_probes and all(tap.use.times == 1 for tap in taps)
+    scatter = dataclasses.replace(scatter, at_once=at_once)
     result, axes = [], set()
     for tap in taps:
-        over_mesh = _over_mesh(tap, planned.batch, shapes, planned.wire, at_once)
-        if over_mesh is None or over_mesh.scatter is None:
-            return taps, None
-        result.append(over_mesh)
+        over_mesh = _over_mesh(tap, planned.batch, scatter)
+        if over_mesh.scatter is None:
+            return taps
         axes.add(over_mesh.scatter.axes)
-    return (result, result[0].scatter) if len(axes) == 1 else (taps, None)
+        result.append(over_mesh)
+    return result if len(axes) == 1 else taps
 
 
 def _over_mesh(
-    tap: KroneckerTap,
-    batch: int | None,
-    shapes: tuple[tuple[int, ...], ...],
-    wire: str,
-    at_once: bool,
-) -> KroneckerTap | None:
+    tap: KroneckerTap, batch: int | None, scatter: ReduceScatter
+) -> KroneckerTap:
     """Return a tap for one device's share of the examples.
 
-    The result is None if no mesh axis divides the examples, or if they do not begin an axis of both the data and the
-    gradient. The other arguments are as in `ReduceScatter`.
+    The tap stays the same if no mesh axis divides the examples, or if they do not begin an axis of both the data and
+    the gradient.
     """
     read = tap.use.read
     examples = tap.use.examples(batch)
     if not examples:
-        return None
+        return tap
     position = examples[0]
     x, g = _data_axis(read, position), axes_lib.begins(read.y_axes, position)
     axes = dividing_axes(axes_lib.flatten(read.y_axes)[position].size)
     if x is None or g is None or not axes:
-        return None
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
+        return tap
+    devices = math.prod(get_abstract_mesh().shape[name] for name in axes)
 
     def share(arrange: Arrangement, position: int) -> Arrangement:
         split = list(arrange.split)
@@ -295,7 +267,7 @@ def _over_mesh(
         tap,
         arrange_x=arrange_x,
         arrange_g=share(tap.arrange_g, position),
-        scatter=ReduceScatter(shapes, wire, axes, x, g, at_once),
+        scatter=dataclasses.replace(scatter, axes=axes, x=x, g=g),
     )
 
 
@@ -371,6 +343,7 @@ def _plan_elementwise(
             lies = split_along(axes, shape, len(lengths))
             probes[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
             spec = None if lies is None else PartitionSpec(*lies.spec[-2:])
-            planned.place(ElementwiseTap(key, use, arrange, dtype, spec))
+            tap = ElementwiseTap(key, use, arrange, dtype, spec)
+            planned.plan.place(tap, [key], loops)
     sums = ElementwiseSums(layer, planned.num_examples, probes, entries)
     planned.sums[layer.name] = sums

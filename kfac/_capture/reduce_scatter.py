@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kfac._factors import Kronecker, Packed
 from kfac._packing import filled, flatten, room, unflatten
@@ -52,9 +52,8 @@ class ReduceScatter:
 
     def sums(
         self,
-        of: Callable[[jax.Array, Any, jax.Array], Kronecker],
-        x: jax.Array,
-        rest: Any,
+        of: Callable[[tuple[Any, ...], jax.Array], Kronecker],
+        residuals: tuple[Any, ...],
         g: jax.Array,
     ) -> Kronecker:
         """Return the packed sums of a single use, `[copies, pieces, elements]`.
@@ -62,16 +61,16 @@ class ReduceScatter:
         With `axes` but without `at_once`, the copies of all devices are side by side on the first axis.
 
         Args:
-          of: computes the sums from `x`, `rest` and `g`.
-          x: the data, which has an axis of examples.
-          rest: other residuals of the use, without examples.
+          of: computes the sums from `residuals` and `g`.
+          residuals: the use's residuals. The first is the data, which has an axis of examples.
           g: the gradient, which has an axis of examples.
         """
 
         def of_device(x, rest, g):
-            flat = Packed.of(of(x, rest, g), self.shapes).flat
+            flat = Packed.of(of((x, *rest), g), self.shapes).flat
             return self._reduce_scatter(flat) if self.at_once else flat
 
+        x, *rest = residuals
         if not self.axes:
             return of_device(x, rest, g)
         x_spec = PartitionSpec(*self.x * [None], self.axes)
@@ -80,30 +79,34 @@ class ReduceScatter:
         return self._over_mesh(of_device, in_specs, self._spec(0))(x, rest, g)
 
     def probe(
-        self, loops: tuple[int, ...], copies: int, shape: Shape, dtype: np.dtype
+        self, stack: Shape, shape: Shape, dtype: np.dtype
     ) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of a probe, whose cotangent is an array of packed sums.
 
-        `shape` is the unpacked shape for each of the `copies`. Loops of the lengths `loops` add leading axes.
+        Args:
+          stack: the lengths of the loops around the use, and the number of copies in each iteration.
+          shape: the unpacked shape for each copy.
+          dtype: the dtype.
         """
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = get_abstract_mesh()
+        *loops, copies = stack
         spec = explicit_part(self._spec(len(loops)))
         if self.at_once:
-            sizes = (*loops, copies, *self.padded_shape(shape))
+            sizes = self.padded_shape(shape)
         else:
-            devices = math.prod(mesh.shape[name] for name in self.axes)
-            sizes = (*loops, devices * copies, *room(shape))
+            copies *= math.prod(mesh.shape[name] for name in self.axes)
+            sizes = room(shape)
         sharding = NamedSharding(mesh, spec) if any(spec) else None
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((*loops, copies, *sizes), dtype, sharding=sharding)
 
     def padded_shape(self, shape: Shape) -> Shape:
         """Return the numbers of pieces and elements of a factor with this shape, after padding for the devices."""
-        return room(shape, jax.sharding.get_abstract_mesh().size if self.axes else 1)
+        return room(shape, get_abstract_mesh().size if self.axes else 1)
 
     def packed(
         self,
-        finish: Callable[[list[Kronecker]], Kronecker],
-        sums: list[Kronecker],
+        finish: Callable[[Sequence[Kronecker]], Kronecker],
+        sums: Sequence[Kronecker],
         loops: int,
         lead: int,
     ) -> Packed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from kfac._capture.program import Op
 from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
+from kfac._layers import Layer
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
     Arrangement,
@@ -46,50 +47,34 @@ class Key(NamedTuple):
 
     layer: str
     number: int
-    role: Literal["", "eigenvectors", "transposed"] = ""
+    role: str = ""
 
 
 # The probes and other entries: zeros for the taps, eigenvectors, and inputs of the marks.
 Probes = Mapping[Key, jax.Array | Kronecker | Ragged]
-
-
-class Operands(NamedTuple):
-    """The arrays from which a Kronecker tap computes its sums, besides the gradient.
-
-    Attributes:
-      x: the data.
-      multiplier: the number by which the kernel has been multiplied; None if it has not.
-      basis: the layer's eigenvectors; None if the tap sums no squares.
-      sizes: the group sizes of a ragged product; None for any other operation.
-    """
-
-    x: jax.Array
-    multiplier: jax.Array | None
-    basis: Kronecker | None
-    sizes: jax.Array | None
+# The arrays from which a tap computes its sums, besides the gradient.
+Residuals = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
     """The sums of `a a^T` and `g g^T` at a single use of a kernel, or their diagonals or diagonal blocks.
 
-    For an embedding lookup, the diagonal of `a a^T` holds counts. With `reduce`, the tap sums `a` and `g` over the
-    positions of each example, `[copies, n, d]`. Their products are formed after all uses have been summed. With a
-    `basis`, the tap also sums the squares of per-example gradients in the basis. The eigenvectors come with the
-    residuals.
+    For an embedding lookup, the diagonal of `a a^T` holds counts. If the layer has the setting "reduce", the tap sums
+    `a` and `g` over the positions of each example, `[copies, n, d]`. Their products are formed after all uses have been
+    summed. With a `basis`, the tap also sums the squares of per-example gradients in the basis. The eigenvectors come
+    with the residuals.
 
     Attributes:
       key: the probe's key.
       use: the operation, and the part of the kernel that it reads.
+      layer: the kernel's layer.
       arrange_x: brings the data, or a convolution's patches, to the normal form.
       arrange_g: brings the gradient to the normal form.
       images: whether a convolution's images are the examples.
       homogeneous: the last entry of every input: 1 with the bias, or 0 in a use without the bias; None for a layer
         without a bias.
       dtype: the sums' dtype.
-      diagonal: the sides, `"A"` or `"G"`, that are kept as diagonals.
-      cut: the number of diagonal blocks for `A` and for `G`.
-      reduce: whether the layer has the setting "reduce" (K-FAC-reduce).
       basis: the key of the layer's eigenvectors among the probes; None if the tap sums no squares.
       scatter: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `scatter`
         has mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
@@ -97,37 +82,39 @@ class KroneckerTap:
 
     key: Key
     use: Use
+    layer: Layer
     arrange_x: Arrangement
     arrange_g: Arrangement
     images: bool
     homogeneous: float | None
     dtype: np.dtype
-    diagonal: tuple[str, ...] = ()
-    cut: tuple[int, int] = (1, 1)
-    reduce: bool = False
     basis: Key | None = None
     scatter: ReduceScatter | None = None
 
     def residuals(
         self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> Operands:
-        """Return the arrays that `statistics` needs, from the op's inputs and the parameter's multiplier."""
-        read = self.use.read
-        if multiplier is not None:
-            # All entries of a scaled kernel are multiplied by the same number.
-            multiplier = multiplier.reshape(-1)[0]
-        basis: Any = None if self.basis is None else probes[self.basis]
-        sizes = None if read.groups is None else values[read.groups]
-        return Operands(values[read.other], multiplier, basis, sizes)
+    ) -> Residuals:
+        """Return the arrays that `statistics` needs: data, multiplier, eigenvectors and group sizes.
 
-    def statistics(self, residuals: Operands, g: jax.Array) -> Kronecker | Ragged:
+        Args:
+          values: the op's inputs.
+          multiplier: the factors by which the kernel has been multiplied, all equal. None if it has not.
+          probes: the entries among the probes.
+        """
+        read = self.use.read
+        number = None if multiplier is None else multiplier.reshape(-1)[0]
+        basis = None if self.basis is None else probes[self.basis]
+        sizes = None if read.groups is None else values[read.groups]
+        return values[read.other], number, basis, sizes
+
+    def statistics(self, residuals: Residuals, g: jax.Array) -> Kronecker | Ragged:
         """Return the sums, from the arrays of `residuals` and the gradient `g`."""
         read = self.use.read
-        x, multiplier, basis, sizes = residuals
-        if multiplier is not None and not isinstance(read.geometry, Lookup):
+        x, number, basis, sizes = residuals
+        if number is not None and not isinstance(read.geometry, Lookup):
             # (c w) x = w (c x). The entry appended to `x` for a bias is not scaled.
             x = as_floats(x, self.dtype)
-            x = x * multiplier.astype(x.dtype)
+            x = x * number.astype(x.dtype)
         if not self.use.op.loops and read.op == "conv":
             # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
@@ -143,17 +130,20 @@ class KroneckerTap:
         if basis is not None:
             moments = squares_in_basis(inputs, outputs, basis, self.dtype)
         a, g = self._side("A", inputs), self._side("G", outputs)
-        if multiplier is not None and isinstance(inputs, OneHot):
-            a = a * multiplier**2
+        if number is not None and isinstance(inputs, OneHot):
+            a = a * number**2
         return Kronecker(a, g, moments)
 
     def _side(self, side: str, rows: Form) -> jax.Array:
-        """Return the sums for `A` or `G`."""
-        if self.reduce:
+        """Return the sums of the rows on the side `"A"` (inputs) or `"G"` (output gradients)."""
+        layer = self.layer
+        if layer.weight_sharing == "reduce":
             return rows.sums()
-        if side in self.diagonal:
+        if self.key.role == "transposed":
+            side = "G" if side == "A" else "A"
+        if side in layer.diagonal:
             return rows.diagonal()
-        count = self.cut["AG".index(side)]
+        count = layer.cut["AG".index(side)]
         return rows.blocks(count) if count > 1 else rows.gram()
 
 
@@ -175,21 +165,18 @@ class ElementwiseTap:
     dtype: np.dtype
     lies: PartitionSpec | None = None
 
-    @property
-    def other(self) -> int | None:
-        """The number of the input that the parameter is multiplied with; None for a sum."""
-        return self.use.read.other if self.use.read.op == "mul" else None
-
     def residuals(
         self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Return the arrays that `statistics` needs, from the op's inputs and the parameter's multiplier."""
-        del probes
-        return None if self.other is None else values[self.other], multiplier
+    ) -> Residuals:
+        """Return the arrays that `statistics` needs: the array that the parameter is multiplied with, and a multiplier.
 
-    def statistics(
-        self, residuals: tuple[jax.Array | None, jax.Array | None], g: jax.Array
-    ) -> jax.Array:
+        The array is None for a sum. The multiplier is None if the parameter has not been multiplied before.
+        """
+        del probes
+        read = self.use.read
+        return values[read.other] if read.op == "mul" else None, multiplier
+
+    def statistics(self, residuals: Residuals, g: jax.Array) -> jax.Array:
         """Return the gradients, from the arrays of `residuals` and the result's gradient `g`."""
         read = self.use.read
         other, coefficient = residuals
@@ -203,7 +190,7 @@ Tap = KroneckerTap | ElementwiseTap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tapped(tap: Tap, residuals: tuple, y: jax.Array, probe: Any) -> jax.Array:
+def tapped(tap: Tap, residuals: Residuals, y: jax.Array, probe: Any) -> jax.Array:
     """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
     del tap, residuals, probe
     return y
@@ -219,11 +206,7 @@ def _backward(tap, residuals, g):
     if tap.scatter is None:
         return None, g, whole(statistics)(residuals, g)
 
-    def of_device(x, rest, g):
-        return statistics(Operands(x, *rest), g)
-
-    x, *rest = residuals
-    return None, g, tap.scatter.sums(of_device, x, rest, g)
+    return None, g, tap.scatter.sums(statistics, residuals, g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
@@ -241,13 +224,15 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
-    leaves, structure = jax.tree.flatten(tangents[0])
-    # Tangents that are not arrays are symbolic zeros.
-    arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    moving = lax.optimization_barrier([leaves[k] for k in arrays])
-    for k, array in zip(arrays, moving, strict=True):
-        leaves[k] = array
-    return primals[0], jax.tree.unflatten(structure, leaves)
+    leaves = jax.tree.leaves(tangents[0])
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    tied = iter(lax.optimization_barrier(arrays))
+
+    def tie(x):
+        # Tangents that are not arrays are symbolic zeros.
+        return next(tied) if isinstance(x, jax.Array) else x
+
+    return primals[0], jax.tree.map(tie, tangents[0])
 
 
 # The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
@@ -275,6 +260,11 @@ class Plan:
     merges: dict[Op, int] = dataclasses.field(default_factory=dict)
     marks: dict[Op, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
     inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
+
+    def place(self, tap: Tap, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
+        """Put a tap behind its operation. See `look_inside` for the other arguments."""
+        self.taps.setdefault(tap.use.op, []).append(tap)
+        self.look_inside(tap.use.op, keys, iterated)
 
     def look_inside(
         self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()

@@ -20,7 +20,8 @@ from kfac._capture import equations
 from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
-from kfac._layers import Layers, PyTree, leaf_paths
+from kfac._layers import Layers
+from kfac._paths import PyTree, leaf_paths
 from kfac._varying import AxisName
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
@@ -63,7 +64,7 @@ class Batch:
       shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
       hidden: why `n` is not known, as a sentence; empty if `n` is known.
       lies: the explicit mesh axes along which all arrays of the batch are split.
-      leaves: the positions of the batch's arrays in `Trace.arrays`; None if unknown.
+      leaves: the batch's arrays; None if unknown.
       several: whether the batch has arrays of different lengths that hold examples.
     """
 
@@ -72,7 +73,7 @@ class Batch:
     shared: tuple[str, ...] = ()
     hidden: str = ""
     lies: AxisName | None = None
-    leaves: frozenset[int] | None = None
+    leaves: tuple[Leaf, ...] | None = None
     several: bool = False
 
     @property
@@ -110,7 +111,8 @@ def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
       ValueError: there are no leaves, or two leaves have the same path.
       TypeError: a leaf is not an array, or is not real.
     """
-    names, leaves = leaf_paths(params), jax.tree.leaves(params)
+    names = leaf_paths(params)
+    leaves = jax.tree.leaves(params)
     if not names:
         raise ValueError("params has no leaves: there is nothing to train")
     for name, count in collections.Counter(names).items():
@@ -128,84 +130,6 @@ def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
                 f"loss_fn, before the batch; pass other arrays as further arguments: {HOW_TO_SPLIT}"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
-
-
-class CannotDoubleError(Exception):
-    """The loss cannot be traced with twice as many examples, or then does not grow."""
-
-
-class FlatLoss:
-    """A loss as a function of flat parameters and of the arrays among its other arguments.
-
-    Attributes:
-      params: the parameter leaves.
-      arrays: the arrays. Arguments that are not arrays are passed on unchanged.
-      closed: the loss's jaxpr.
-      rebuild: turns the jaxpr's outputs into `(loss, aux)`.
-    """
-
-    def __init__(
-        self,
-        loss_fn: Callable,
-        has_aux: bool,
-        params: PyTree,
-        args: tuple,
-        kwargs: dict[str, PyTree],
-    ):
-        self.params, self._structure = jax.tree.flatten(params)
-        self.arrays, self._filled = _arrays_of((args, kwargs))
-        self._loss_fn, self._has_aux = loss_fn, has_aux
-        self.closed, self.rebuild = self._traced(self.arrays)
-
-    def _traced(self, arrays: Sequence[AnyArray]) -> tuple[Any, Callable]:
-        """Return the jaxpr with other arrays, and the function `rebuild`."""
-        filled_aux: Callable[[Sequence[Any]], PyTree]
-
-        def flat_loss(flat_params, arrays):
-            nonlocal filled_aux
-            params = jax.tree.unflatten(self._structure, flat_params)
-            args, kwargs = self._filled(arrays)
-            out = self._loss_fn(params, *args, **kwargs)
-            loss, aux = _checked(out, self._has_aux)
-            aux_arrays, filled_aux = _arrays_of(aux)
-            return [loss, *aux_arrays]
-
-        closed = jax.make_jaxpr(flat_loss)(self.params, arrays)
-        return closed, lambda outs: (outs[0], filled_aux(outs[1:]))
-
-    def doubled(self, batch: Batch) -> Program:
-        """Return the program, with its growth at twice as many examples recorded.
-
-        Raises:
-          CannotDoubleError: the program with twice as many examples cannot be traced, is another program, or is not
-            larger in an array that the loss depends on.
-        """
-        n, arrays = batch.num_examples or 0, list[Any](self.arrays)
-        twice = f"{2 * n} examples in {batch.where}"
-        try:
-            for k in batch.leaves or ():
-                arrays[k] = _twice(arrays[k])
-            twin, _ = self._traced(arrays)
-            program = flat(self.closed)
-            compare(program, flat(twin), alike=n > 1)
-        except AnotherProgramError:
-            raise CannotDoubleError(
-                f"with {twice} the loss is another program"
-            ) from None
-        # A model with a hard-coded batch size may raise anything.
-        except Exception as error:
-            reason, *_ = [*str(error).strip().splitlines(), ""]
-            raise CannotDoubleError(
-                f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
-            ) from error
-        mark_live(program)
-        for op in program.walk():
-            grown = op.longer or any(any(value.grown) for value in op.outputs)
-            if op.alive and grown:
-                return program
-        raise CannotDoubleError(
-            f"nothing that the loss depends on grows with {batch.where}"
-        )
 
 
 def trace(
@@ -231,51 +155,102 @@ def trace(
       shared: names of arrays in these arguments that are known to hold no examples, as in `Batch`.
     """
     names, shapes = check_params(params)
-    loss = FlatLoss(loss_fn, has_aux, params, args, kwargs)
+    arrays, filled = _arrays_of((args, kwargs))
+    leaves, structure = jax.tree.flatten(params)
+
+    def jaxpr_of(arrays):
+        filled_aux: Callable[[Sequence[Any]], PyTree]
+
+        def flat_loss(leaves, arrays):
+            nonlocal filled_aux
+            args, kwargs = filled(arrays)
+            out = loss_fn(jax.tree.unflatten(structure, leaves), *args, **kwargs)
+            loss, aux = _checked(out, has_aux)
+            aux_arrays, filled_aux = _arrays_of(aux)
+            return [loss, *aux_arrays]
+
+        closed = jax.make_jaxpr(flat_loss)(leaves, arrays)
+        return closed, lambda outs: (outs[0], filled_aux(outs[1:]))
+
+    closed, rebuild = jaxpr_of(arrays)
+
+    def compared(batch: Batch) -> Program:
+        larger = list[Any](arrays)
+        for leaf in batch.leaves or ():
+            larger[leaf.position] = _twice(arrays[leaf.position])
+        program = flat(closed)
+        twin, _ = jaxpr_of(larger)
+        compare(program, flat(twin), alike=batch.num_examples != 1)
+        return program
+
     candidates = _candidates(args, kwargs, batch_argnums, shared)
-    batch, program = _find_batch(loss, candidates)
-    place(program, len(names), batch.leaves, batch.num_examples)
-    value = loss.closed.out_avals[0]
-    return Trace(program, loss.arrays, loss.rebuild, names, shapes, batch, value)
+    batch, program = _find_batch(compared, candidates)
+    positions = None
+    if program is None:
+        program = flat(closed)
+        mark_live(program)
+    else:
+        positions = {leaf.position for leaf in batch.leaves or ()}
+        lies = _split_over([arrays[k] for k in positions])
+        batch = dataclasses.replace(batch, lies=lies)
+    place(program, len(names), positions, batch.num_examples)
+    return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
+
+
+def _try(compared: Callable[[Batch], Program], batch: Batch) -> Program | str:
+    """Return the program with its growth recorded, which `compared` computes, or the reason why that fails."""
+    twice = f"{2 * (batch.num_examples or 0)} examples in {batch.where}"
+    try:
+        program = compared(batch)
+    except AnotherProgramError:
+        return f"with {twice} the loss is another program"
+    # A model with a hard-coded batch size may raise anything.
+    except Exception as error:
+        reason, *_ = [*str(error).strip().splitlines(), ""]
+        return (
+            f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
+        )
+    mark_live(program)
+    for op in program.walk():
+        grown = op.longer or any(any(value.grown) for value in op.outputs)
+        if op.alive and grown:
+            return program
+    return f"nothing that the loss depends on grows with {batch.where}"
 
 
 def _find_batch(
-    loss: FlatLoss, candidates: Iterator[list[Batch]]
-) -> tuple[Batch, Program]:
-    """Return the batch and the loss's program.
+    compared: Callable[[Batch], Program], candidates: Iterator[list[Batch]]
+) -> tuple[Batch, Program | None]:
+    """Return the batch, and the program with its growth recorded.
 
     The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
-    batch. Unless exactly one candidate is left, the loss hides its examples.
+    batch. Unless exactly one candidate is left, the loss hides its examples, and the program is None.
     """
     doubles: list[tuple[Batch, Program]] = []
-    reasons: list[str] = []
+    reasons = []
     for batches in candidates:
         for batch in batches:
-            try:
-                doubles.append((batch, loss.doubled(batch)))
-            except CannotDoubleError as error:
-                reasons.append(str(error))
+            program = _try(compared, batch)
+            if isinstance(program, str):
+                reasons.append(program)
+            else:
+                doubles.append((batch, program))
         if doubles:
             break
-    together = _together(doubles) if len(doubles) > 1 else None
-    if together:
-        try:
-            doubles = [(together, loss.doubled(together))]
-        except CannotDoubleError:
-            pass
     if len(doubles) == 1:
-        [(batch, program)] = doubles
-        lies = _split_over([loss.arrays[k] for k in batch.leaves or ()])
-        return dataclasses.replace(batch, lies=lies), program
-    program, several = flat(loss.closed), [batch for batch, _ in doubles]
-    mark_live(program)
-    batch = dataclasses.replace(
-        _merged(several),
-        num_examples=None,
-        leaves=None,
-        hidden=_why_hidden(several, reasons),
-    )
-    return batch, program
+        return doubles[0]
+    marked = _growing_with_marks(doubles)
+    if marked:
+        batch = _batch(marked)
+        program = _try(compared, batch)
+        if not isinstance(program, str):
+            return batch, program
+    several = [batch for batch, _ in doubles]
+    hidden = _why_hidden(several, reasons)
+    batch = _batch(_leaves_of(several))
+    return dataclasses.replace(
+        batch, num_examples=None, leaves=None, hidden=hidden
+    ), None
 
 
 def _arrays_of(
@@ -283,26 +258,25 @@ def _arrays_of(
 ) -> tuple[list[AnyArray], Callable[[Sequence[Any]], PyTree]]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    positions = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
-    # Do not keep the arrays themselves.
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    # A tree has no leaf that is None.
     others = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def filled(arrays):
-        result = list(others)
-        for k, array in zip(positions, arrays, strict=True):
-            result[k] = array
+        queue = iter(arrays)
+        result = [next(queue) if other is None else other for other in others]
         return jax.tree.unflatten(structure, result)
 
-    return [leaves[k] for k in positions], filled
+    return arrays, filled
 
 
-def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
-    """Merge candidates into a single batch, with the length of the longest.
+def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:
+    """Return the leaves of the candidates with which a marked output grows.
 
-    A candidate is left out if no marked output grows with it: examples may share such an array, for example a table of
-    anchors. The result is None if all candidates are left out, or if a marked output grows with two of them.
+    Examples may share the other candidates, for example a table of anchors. The result is empty if a marked output
+    grows with two candidates.
     """
-    batches: list[Batch] = []
+    batches = []
     growing = collections.Counter[int]()
     for batch, program in doubles:
         marks = [op for op in program.walk() if op.alive and equations.mark(op.eqn)]
@@ -310,21 +284,11 @@ def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
         growing.update(longer)
         if longer:
             batches.append(batch)
-    if not batches or max(growing.values()) > 1:
-        return None
-    return _merged(batches)
+    return [] if max(growing.values(), default=0) > 1 else _leaves_of(batches)
 
 
-def _merged(batches: Sequence[Batch]) -> Batch:
-    """Merge batches into one, with the length of the longest."""
-    lengths, argnums, leaves = {0}, list[int | str](), frozenset[int]()
-    for batch in batches:
-        lengths.add(batch.num_examples or 0)
-        argnums += batch.argnums
-        leaves |= batch.leaves or frozenset()
-    several = len(lengths - {0}) > 1
-    argnums = list(dict.fromkeys(argnums))
-    return Batch(max(lengths), tuple(argnums), leaves=leaves, several=several)
+def _leaves_of(batches: Sequence[Batch]) -> list[Leaf]:
+    return [leaf for batch in batches for leaf in batch.leaves or ()]
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
@@ -358,12 +322,11 @@ def _checked(out: Any, has_aux: bool) -> tuple[AnyArray, PyTree]:
                 f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out"
             )
         loss, aux = out
+    what = type(loss).__name__
     if is_array(loss):
-        if jnp.shape(loss) == () and jnp.issubdtype(loss.dtype, jnp.floating):
+        if loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
             return loss, aux
-        what = f"shape {jnp.shape(loss)}, dtype {loss.dtype}"
-    else:
-        what = type(loss).__name__
+        what = f"shape {loss.shape}, dtype {loss.dtype}"
     hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
     raise TypeError(
         f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
@@ -412,22 +375,21 @@ def _candidates(
     yield [_batch(group, leaves) for group in alike]
     batches = []
     for group in alike:
-        if 1 < len(group) <= FEW:
-            for out in group:
-                rest = [leaf for leaf in group if leaf is not out]
-                batches.append(_batch(rest, leaves))
+        for out in group if 1 < len(group) <= FEW else ():
+            rest = [leaf for leaf in group if leaf is not out]
+            batches.append(_batch(rest, leaves))
     yield batches
     if batch_argnums is not None:
         return
-    for with_first in (True, False):
-        for count in range(1, len(arguments) + 1):
+    others = [key for key in arguments if key != 1]
+    for start in ((1,), ()):
+        # The first argument alone was tried above.
+        for count in range(1, len(others) + 1):
             batches = []
-            for keys in itertools.combinations(arguments, count):
-                # The first argument alone was tried above.
-                if (1 in keys) != with_first or keys == (1,):
-                    continue
-                for group in _of_equal_length(leaves, keys):
-                    if {leaf.argument for leaf in group} == set(keys):
+            for keys in itertools.combinations(others, count):
+                chosen = {*start, *keys}
+                for group in _of_equal_length(leaves, chosen):
+                    if {leaf.argument for leaf in group} == chosen:
                         batches.append(_batch(group, leaves))
             yield batches
 
@@ -467,15 +429,21 @@ def _of_equal_length(
     return sorted(groups.values(), key=len, reverse=True)
 
 
-def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf]) -> Batch:
-    """Return the batch that consists of the `chosen` leaves. All `leaves` of their other arguments are shared."""
-    argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
+def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf] = ()) -> Batch:
+    """Return the batch that consists of the `chosen` leaves. All other `leaves` of their arguments are shared."""
+    argnums = dict.fromkeys(leaf.argument for leaf in chosen)
+    lengths = {leaf.length or 0 for leaf in chosen}
     shared = []
     for leaf in leaves:
         if leaf.argument in argnums and leaf not in chosen:
             shared.append(leaf.name)
-    positions = frozenset(leaf.position for leaf in chosen)
-    return Batch(chosen[0].length, argnums, tuple(shared), leaves=positions)
+    return Batch(
+        max(lengths, default=0),
+        tuple(argnums),
+        tuple(shared),
+        leaves=tuple(chosen),
+        several=len(lengths) > 1,
+    )
 
 
 def named_arguments(
@@ -488,7 +456,7 @@ def named_arguments(
     Raises:
       ValueError: a named argument does not exist, or is `params`.
     """
-    keys = []
+    keys: dict[int | str, None] = {}
     for key in as_argnums(batch_argnums):
         if isinstance(key, int) and -count - 1 < key < 0:
             key += count + 1
@@ -497,8 +465,8 @@ def named_arguments(
             raise ValueError(
                 f"batch_argnums={batch_argnums!r} has {key!r}, but the arguments after params are {there}"
             )
-        keys.append(key)
-    return list(dict.fromkeys(keys))
+        keys[key] = None
+    return list(keys)
 
 
 def batch_of(

@@ -42,7 +42,8 @@ from kfac._checks import (
     check_layers,
 )
 from kfac._factors import Factors
-from kfac._layers import Layers, PyTree
+from kfac._layers import Layers
+from kfac._paths import PyTree
 from kfac._varying import (
     as_varying,
     device_axes,
@@ -225,16 +226,22 @@ class Evaluator:
         traced = trace(self.loss_fn, self.has_aux, params, args, kwargs, *batch)
         _check_own(traced, axes)
         marks = self._marks(traced)
-        dtype = self.communication_dtype
-        moments = basis is not None
         planned = plan_taps(
-            traced, self.layers, marks, self.num_examples, moments, dtype
+            traced,
+            self.layers,
+            marks,
+            self.num_examples,
+            basis is not None,
+            self.communication_dtype,
         )
+        n = planned.num_examples
         entries: dict[Key, Any] = {**planned.eigenvectors(basis or {})}
         if key is not None:
+            expected = self.fisher == "expected"
+            marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
             consts = list(traced.program.consts.values())
             key = device_key(key, axes | varying_axes(consts))
-            entries |= self._draw(marks, planned, key)
+            entries |= keys_of(marks, key)
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= weights_to(marks, 0)
@@ -243,20 +250,28 @@ class Evaluator:
         own = {}
         for layer in self.layers.with_gradient_factors:
             for path in layer.params:
-                own[traced.names.index(path)] = path
-        wanted = dict(enumerate(leaves)) if gradients else {k: leaves[k] for k in own}
+                own[path] = traced.names.index(path)
+        wanted = dict(enumerate(leaves))
+        if not gradients:
+            wanted = {k: leaves[k] for k in own.values()}
 
         def zeros(probe):
             return lying_as(jnp.zeros(probe.shape, probe.dtype), probe)
 
+        def run(wanted, entries):
+            inputs = [wanted.get(k, leaf) for k, leaf in enumerate(leaves)]
+            inputs += traced.arrays
+            return replay(traced.program, inputs, planned.plan, entries)
+
         probes = jax.tree.map(zeros, planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
-        loss = TappedLoss(traced, planned, marks, leaves, entries)
-        outs, found, factors = loss.differentiate(wanted, probes, self.fisher)
+        outs, found, factors = _differentiate(
+            run, planned, marks, wanted, probes, entries, self.fisher
+        )
         grads = None
         if gradients:
             grads = jax.tree.unflatten(structure, list(found.values()))
-        own_gradients = {path: found[k] for k, path in own.items()}
+        own_gradients = {path: found[k] for path, k in own.items()}
         return traced.rebuild(outs), grads, Factors(factors, own_gradients)
 
     def _marks(self, traced: Trace) -> Marks:
@@ -272,14 +287,6 @@ class Evaluator:
             marks.require(what, traced, self.layers.skipped_paths)
             mark_live(traced.program, [mark.op for mark in marks.marks])
         return marks
-
-    def _draw(
-        self, marks: Marks, planned: Planned, key: jax.Array
-    ) -> dict[Key, jax.Array]:
-        """Draw targets or signs at the marks, and return a PRNG key for each mark."""
-        n, expected = planned.num_examples, self.fisher == "expected"
-        marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
-        return keys_of(marks, key)
 
 
 def _axes_of_arrays(tree: PyTree) -> frozenset[str]:
@@ -303,97 +310,70 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class TappedLoss:
-    """A traced loss with its taps.
+# Evaluates the loss with taps, from parameter leaves by position and the entries among the probes. Returns the loss
+# function's outputs, and the values that the marks hand out.
+Run = Callable[
+    [dict[int, jax.Array], Probes], tuple[list[jax.Array], dict[Key, jax.Array]]
+]
 
-    Attributes:
-      traced: the loss.
+
+def _differentiate(
+    run: Run,
+    planned: Planned,
+    marks: Marks,
+    wanted: dict[int, jax.Array],
+    probes: Probes,
+    entries: Probes,
+    fisher: str,
+) -> tuple[list[jax.Array], dict[int, jax.Array], Factors]:
+    """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
+
+    Args:
+      run: evaluates the loss with its taps.
       planned: the taps.
       marks: the marked outputs.
-      leaves: the parameter leaves.
+      wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
+      probes: zeros, whose cotangents are the statistics.
       entries: further inputs of taps and marks.
+      fisher: as in `value_and_grad`.
+
+    Returns:
+      The loss function's outputs, the wanted gradients by position, and the factors.
     """
 
-    traced: Trace
-    planned: Planned
-    marks: Marks
-    leaves: list[jax.Array]
-    entries: dict[Key, Any]
+    def losses_of(wanted, probes):
+        outs, handed = run(wanted, {**probes, **entries})
+        zeros = []
+        for x in handed.values():
+            # A scan around a mark stacks the zeros of its iterations.
+            scans = x.ndim - 1 if fisher == "expected" else x.ndim
+            zeros.append(jnp.sum(x, axis=tuple(range(scans))))
+        return (outs[0], zeros), outs
 
-    def losses(
-        self,
-        wanted: dict[int, jax.Array],
-        probes: Probes,
-        entries: dict[Key, Any],
-    ) -> tuple[list[jax.Array], dict[Key, jax.Array]]:
-        """Return the loss function's outputs, and the values that the marks hand out.
+    (value, zeros), pull, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
+    grads, sums = pull((jnp.ones_like(value), zeros))
+    if fisher == "empirical":
+        if marks.weighted:
+            # A term of weight `w` has `w` times the curvature, but gradients `w` times as long.
+            weights = weights_to(marks, -0.5)
 
-        Args:
-          wanted: new values for some of the parameter leaves, by position.
-          probes: the probes, whose cotangents are the statistics.
-          entries: further inputs of taps and marks.
-        """
-        leaves = list(self.leaves)
-        for k, leaf in wanted.items():
-            leaves[k] = leaf
-        arguments = [*leaves, *self.traced.arrays]
-        inputs = {**probes, **entries}
-        return replay(self.traced.program, arguments, self.planned.plan, inputs)
+            def loss_of(probes):
+                return run(wanted, {**probes, **entries, **weights})[0][0]
 
-    def differentiate(
-        self, wanted: dict[int, jax.Array], probes: Probes, fisher: str
-    ) -> tuple[list[jax.Array], dict[int, jax.Array], Factors]:
-        """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
+            value, pull = jax.vjp(loss_of, probes)
+            (sums,) = pull(jnp.ones_like(value))
+        return outs, grads, planned.factors(sums)
 
-        Args:
-          wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
-          probes: zeros, whose cotangents are the statistics.
-          fisher: as in `value_and_grad`.
+    def factors_of(cotangents):
+        return planned.factors(pull((jnp.zeros_like(value), cotangents))[1])
 
-        Returns:
-          The loss function's outputs, the wanted gradients by position, and the factors.
-        """
-
-        def losses_of(wanted, probes):
-            outs, handed = self.losses(wanted, probes, self.entries)
-            zeros = []
-            for x in handed.values():
-                # A scan around a mark stacks the zeros of its iterations.
-                scans = x.ndim - 1 if fisher == "expected" else x.ndim
-                zeros.append(jnp.sum(x, axis=tuple(range(scans))))
-            return (outs[0], zeros), outs
-
-        (value, zeros), pull, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
-        grads, sums = pull((jnp.ones_like(value), zeros))
-        if fisher == "empirical":
-            if self.marks.weighted:
-                sums = self._weighted_sums(wanted, probes)
-            return outs, grads, self.planned.factors(sums)
-
-        def factors_of(cotangents):
-            return self.planned.factors(pull((jnp.zeros_like(value), cotangents))[1])
-
-        if fisher == "sampled":
-            return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
-        features, unravel = ravel_pytree(zeros)
-        units = jnp.eye(len(features), dtype=features.dtype)
-        units = as_varying(units, varying_axes(features))
-        factors = _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
-        return outs, grads, factors
-
-    def _weighted_sums(self, wanted: dict[int, jax.Array], probes: Probes) -> Probes:
-        """Return the sums over the loss gradients, divided by `sqrt(w)` for a mark with weight `w`.
-
-        A term of weight `w` has `w` times the curvature, but gradients `w` times as long.
-        """
-        entries = self.entries | weights_to(self.marks, -0.5)
-
-        def loss_of(probes):
-            return self.losses(wanted, probes, entries)[0][0]
-
-        value, pull = jax.vjp(loss_of, probes)
-        return pull(jnp.ones_like(value))[0]
+    if fisher == "sampled":
+        return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
+    features, unravel = ravel_pytree(zeros)
+    units = jnp.eye(len(features), dtype=features.dtype)
+    units = as_varying(units, varying_axes(features))
+    factors = _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
+    return outs, grads, factors
 
 
 def _sum_of_moments(
