@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kfac._layout import Layout as Layout
-from kfac._paths import find_splits as find_splits
-from kfac._paths import leaves_by_path as leaves_by_path
-from kfac._paths import map_by_path as map_by_path
+from kfac._leaves import Layout as Layout
+from kfac._leaves import find_splits as find_splits
+from kfac._leaves import leaves_by_path as leaves_by_path
+from kfac._leaves import map_by_path as map_by_path
+
+Shape = tuple[int, ...]
+FactorShapes = dict[str, Shape]
 
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
@@ -58,13 +61,11 @@ class BlockKind(abc.ABC):
     captured: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: Layer) -> FactorShapes:
         """Return the shapes of one block's statistics."""
 
     @abc.abstractmethod
-    def of_gradients(
-        self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array
-    ) -> Any:
+    def of_gradients(self, shapes: FactorShapes, gradients: jax.Array) -> Any:
         """Form gradient factors from averaged gradients.
 
         Args:
@@ -76,7 +77,7 @@ class BlockKind(abc.ABC):
         """Return the `Inverse` of these blocks, given the user's `inverse`."""
         return inverse
 
-    def layer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, layer: Layer) -> FactorShapes:
         """Return the shapes of a layer's captured statistics."""
         return self.shapes(layer)
 
@@ -119,7 +120,7 @@ class BlockKind(abc.ABC):
         """
         return packed
 
-    def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:
+    def sent(self, shapes: FactorShapes, stack: Any) -> Any:
         """Return the received stack as statistics, which are still to be `unpacked`.
 
         Args:
@@ -228,7 +229,7 @@ class Layer:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def factor_shapes(self) -> FactorShapes:
         """Shapes of the layer's statistics, as in a `Factors`. Empty for a skipped layer."""
         return self.block.layer_shapes(self) if self.block else {}
 
@@ -254,43 +255,44 @@ class Layer:
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
-    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+    def block_shapes(self) -> FactorShapes:
         """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, size, count in self._sides:
-            rows = math.ceil(size / count)
-            shapes[name] = (rows,) if name in self.diagonal else (rows, rows)
+        a, g = self.cut
+        shapes: FactorShapes = {
+            "A": (math.ceil(self.d_in / a),),
+            "G": (math.ceil(self.d_out / g),),
+        }
+        for name in shapes.keys() - {*self.diagonal}:
+            shapes[name] = 2 * shapes[name]
         return shapes
 
     @property
-    def side_shapes(self) -> dict[str, tuple[int, ...]]:
+    def side_shapes(self) -> FactorShapes:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         shapes = self.block_shapes
-        for name, size, count in self._sides:
+        for k, (name, size) in enumerate([("A", self.d_in), ("G", self.d_out)]):
             if name in self.diagonal:
                 shapes[name] = (size,)
-            elif count > 1:
-                shapes[name] = (count, *shapes[name])
+            elif self.cut[k] > 1:
+                shapes[name] = (self.cut[k], *shapes[name])
         return shapes
-
-    @property
-    def _sides(self) -> tuple[tuple[str, int, int], ...]:
-        """Name, number of rows and number of diagonal blocks of each factor."""
-        return ("A", self.d_in, self.cut[0]), ("G", self.d_out, self.cut[1])
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
         """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
         a, g = self.cut
-        rows, columns = math.ceil(self.d_out / g), math.ceil(self.d_in / a)
+        rows = math.ceil(self.d_out / g)
+        columns = math.ceil(self.d_in / a)
         # The matrix lacks its last column if the bias belongs to another optimizer.
-        missing = (g * rows - self.d_out, a * columns - matrix.shape[2])
-        matrix = jnp.pad(matrix, ((0, 0), (0, missing[0]), (0, missing[1])))
+        below = g * rows - self.d_out
+        right = a * columns - matrix.shape[2]
+        matrix = jnp.pad(matrix, ((0, 0), (0, below), (0, right)))
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
         """Undo `to_pieces`."""
-        (a, g), (rows, columns) = self.cut, pieces.shape[1:]
+        a, g = self.cut
+        _, rows, columns = pieces.shape
         matrix = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3)
         matrix = matrix.reshape(-1, g * rows, a * columns)
         return matrix[:, : self.d_out, : self.d_in]
@@ -316,7 +318,8 @@ class Layer:
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
         """Undo `to_rows`."""
-        leaves, start = [], 0
+        leaves = []
+        start = 0
         for layout, shape in zip(self.layouts, self.shapes, strict=True):
             end = start + layout.size("in")
             leaves.append(layout.from_rows(rows[:, start:end], shape))
@@ -432,7 +435,8 @@ class Layers(Sequence[Layer]):
 def _table(layers: Layers) -> str:
     size = jnp.dtype(layers.dtype).itemsize
     columns = "layer kind parameters A G positions copies factors note"
-    rows, total = [columns.split()], 0
+    rows = [columns.split()]
+    total = 0
     for layer in layers:
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
@@ -466,7 +470,8 @@ def _table(layers: Layers) -> str:
 
 def _cells(layer: Layer, memory: str) -> list[str]:
     """Return a layer's row of the table."""
-    leaves, remarks = [], []
+    leaves = []
+    remarks = []
     for path, shape in zip(layer.params, layer.shapes, strict=True):
         leaves.append(f"{path.removeprefix(f'{layer.name}/')} {list(shape)}")
     a, g = layer.block.cells(layer) if layer.block else ("", "")

@@ -26,6 +26,14 @@ def _copy(value: Value, other: Value) -> None:
         setattr(value, name, getattr(other, name))
 
 
+def _add(value: Value, other: Value) -> None:
+    """Record that `value` depends on all that `other` depends on."""
+    value.of_batch |= other.of_batch
+    value.from_arguments |= other.from_arguments
+    value.concatenated |= other.concatenated
+    value.leaves |= other.leaves
+
+
 def _all_foreign(value: Value) -> Axes:
     return tuple(map(foreign, value.shape))
 
@@ -70,11 +78,11 @@ def _place_all(program: Program, n: int | None, hidden: bool) -> None:
         if op.scan:
             _place_scan(op, n, hidden)
         elif op.inner:
-            for inside, value in zip(op.inner.inputs, op.inputs, strict=True):
-                _copy(inside, value)
+            for k, value in enumerate(op.inputs):
+                _copy(op.inner.inputs[k], value)
             _place_all(op.inner, n, hidden)
-            for value, inside in zip(op.outputs, op.inner.outputs, strict=True):
-                _copy(value, inside)
+            for k, value in enumerate(op.outputs):
+                _copy(value, op.inner.outputs[k])
         else:
             _place_results(op, makers, n)
 
@@ -89,11 +97,9 @@ def _place_results(op: Op, makers: Mapping[Value, Op], n: int | None) -> None:
         value.of_batch = any(value.grown)
         value.concatenated = joins
         for other in op.inputs:
-            value.of_batch |= other.of_batch
-            value.from_arguments |= other.from_arguments
-            value.concatenated |= other.concatenated
-            if op.alive:
-                value.leaves |= other.leaves
+            _add(value, other)
+        if not op.alive:
+            value.leaves = frozenset()
 
 
 def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
@@ -106,12 +112,13 @@ def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
     if any(value.from_arguments and any(value.grown) for value in op.inputs):
         # Constants that grow with the batch, such as zeros, take the order of the data.
         for k, value in enumerate(op.inputs):
-            if not value.from_arguments:
-                of_value = list(axes[k])
-                for position, longer in enumerate(value.grown):
-                    if longer:
-                        of_value[position] = foreign(value.shape[position])
-                axes[k] = tuple(of_value)
+            if value.from_arguments:
+                continue
+            of_value = list(axes[k])
+            for position, size in enumerate(value.shape):
+                if value.grown[position]:
+                    of_value[position] = foreign(size)
+            axes[k] = tuple(of_value)
     return primitives.placed(op.eqn, axes)
 
 
@@ -146,10 +153,12 @@ def _is_fresh(indices: Value, column: int, makers: Mapping[Value, Op]) -> bool:
 def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
     """Record the axes inside a scan. If the scan goes over examples, each iteration sees only some of them."""
     assert op.inner and op.scan
-    scan, inside = op.scan, op.inner.inputs
-    for k, (sliced, value) in enumerate(zip(inside, op.inputs, strict=True)):
-        _copy(sliced, value)
-        sliced.axes = value.axes[1:] if k >= scan.last else value.axes
+    scan = op.scan
+    inside = op.inner.inputs
+    for k, value in enumerate(op.inputs):
+        _copy(inside[k], value)
+        if k >= scan.last:
+            inside[k].axes = value.axes[1:]
     carry = inside[scan.consts : scan.last]
     # A carry may begin to depend on data, or lose its order, in a later iteration.
     changed = True
@@ -159,16 +168,16 @@ def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
-            start.of_batch |= end.of_batch
-            start.from_arguments |= end.from_arguments
-            start.concatenated |= end.concatenated
-            start.leaves |= end.leaves
+            _add(start, end)
         changed = before != list(map(_facts, carry))
     op.along = _along(op)
-    for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
-        _copy(value, end if k >= scan.carried else carry[k])
-        value.leaves = end.leaves
-        if k >= scan.carried:
+    for k, value in enumerate(op.outputs):
+        end = op.inner.outputs[k]
+        if k < scan.carried:
+            _copy(value, carry[k])
+            value.leaves = end.leaves
+        else:
+            _copy(value, end)
             value.axes = (op.along, *end.axes)
             value.of_batch |= op.longer
 
@@ -193,10 +202,12 @@ def _with_examples(value: Value, axes: Axes, n: int | None) -> Axes:
         return axes
     result = list(axes)
     twice = value.twice or value.shape
-    for k, (size, longer) in enumerate(zip(value.shape, twice, strict=True)):
-        if size != longer and not axes_lib.holds_examples(axes[k]):
-            in_order = (size, longer) == (n, 2 * n)
-            result[k] = examples(n) if in_order else mixed(size)
+    for k, size in enumerate(value.shape):
+        if size == twice[k] or axes_lib.holds_examples(axes[k]):
+            continue
+        result[k] = mixed(size)
+        if (size, twice[k]) == (n, 2 * n):
+            result[k] = examples(n)
     return tuple(result)
 
 
@@ -211,13 +222,11 @@ def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
         axis = foreign(size)
         candidates = set()
         for other in inputs if grown else ():
-            for of_other, length, longer in zip(
-                other.axes, other.shape, other.grown, strict=True
-            ):
+            for k, longer in enumerate(other.grown):
                 if longer:
                     axis = mixed(size)
-                    if length == size:
-                        candidates.add(of_other)
+                    if other.shape[k] == size:
+                        candidates.add(other.axes[k])
         candidates.discard(mixed(size))
         result.append(candidates.pop() if len(candidates) == 1 else axis)
     return tuple(result)

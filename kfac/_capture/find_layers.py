@@ -11,7 +11,7 @@ import jax
 
 from kfac._capture.find_reads import Inexact, Reads
 from kfac._capture.make_layers import LONG as LONG
-from kfac._capture.make_layers import LayerMaker, bounded, main_use, told_apart
+from kfac._capture.make_layers import LayerMaker, Uses, bounded, main_use, told_apart
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use
 from kfac._capture.trace import Argnums, Trace, trace
@@ -23,8 +23,7 @@ from kfac._layers import (
     Layers,
     UnsupportedLayerError,
 )
-from kfac._layout import Layout
-from kfac._paths import find_splits
+from kfac._leaves import Layout, find_splits
 from kfac._varying import on_mesh
 
 
@@ -125,7 +124,8 @@ def _unsupported(
     names: Sequence[str], inexact: dict[int, Inexact]
 ) -> UnsupportedLayerError:
     """Return the error that names all leaves without exact rows, and how to skip them."""
-    lines, patterns = [], []
+    lines = []
+    patterns = []
     for leaf, read in sorted(inexact.items()):
         lines.append(f"\n  {names[leaf]!r} is read by {read.operation}: {read.reason}")
         patterns.append(repr(f"^{re.escape(names[leaf])}$"))
@@ -165,7 +165,8 @@ def layers_of(
       marks: the marked outputs of the loss.
       num_examples: the number of examples, if the user gave it.
     """
-    names, batch = traced.names, traced.batch
+    names = traced.names
+    batch = traced.batch
     empty = {leaf for leaf, shape in enumerate(traced.shapes) if 0 in shape}
     skipped = matching("skip", options.skip, names) | empty
     reads = Reads(traced, skipped)
@@ -175,8 +176,7 @@ def layers_of(
     )
     uses = _uses_by_leaf(reads)
     order = {leaf: place for place, leaf in enumerate(uses)}
-    companions = _keep_exact(uses, reads, chosen, batch.num_examples)
-    kernels = {leaf for leaf in uses if _is_kernel(uses[leaf])}
+    kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
     reduced = matching(
         "reduce", options.reduce, names, kernels, "kernel of a product with exact rows"
     )
@@ -190,17 +190,17 @@ def layers_of(
     # Make a layer for each leaf. A kernel shares its layer with its bias, and a scale with its shift.
     maker = LayerMaker(traced, reads, uses, order, batch.num_examples or n)
     reached = traced.program.outputs[0].leaves | chosen
+    notes = {leaf: UNREACHED for leaf in left - reached}
+    notes |= dict.fromkeys(skipped, "skipped by the user")
+    notes |= dict.fromkeys(empty, "has no elements")
     blocks: list[Layer] = []
-    for leaf in range(len(names)):
+    for leaf, name in enumerate(names):
         if leaf in companions.values():
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
-        if leaf in empty:
-            layer = maker.skipped(leaf, "has no elements")
-        elif leaf in skipped:
-            layer = maker.skipped(leaf, "skipped by the user")
-        elif leaf not in reached:
-            layer = maker.skipped(leaf, UNREACHED)
+        if leaf in notes:
+            shapes = (traced.shapes[leaf],)
+            layer = Layer(name, "skipped", (name,), shapes, note=notes[leaf])
         elif leaf in kernels:
             layer = maker.kronecker(leaves, leaf in reduced)
         elif leaf in uses:
@@ -277,50 +277,53 @@ def matching(
 # -- leaves with exact rows --------------------------------------------------------------------------------------------
 
 
-def _uses_by_leaf(reads: Reads) -> dict[int, list[Use]]:
+def _uses_by_leaf(reads: Reads) -> Uses:
     """Return the uses of each leaf that count, in program order."""
-    uses: dict[int, list[Use]] = {}
+    uses: Uses = {}
     for use in reads.uses.values():
         if not use.dropped:
             uses.setdefault(use.leaf, []).append(use)
     return uses
 
 
-def _is_kernel(uses: Sequence[Use]) -> bool:
-    return any(use.read.op in KRONECKER_KINDS for use in uses)
-
-
 def _keep_exact(
-    uses: dict[int, list[Use]], reads: Reads, chosen: set[int], n: int | None
-) -> dict[int, int]:
-    """Remove leaves without exact rows from `uses`, note the reasons in `reads.inexact`, and return the companions.
+    uses: Uses, reads: Reads, chosen: set[int], n: int | None
+) -> tuple[set[int], dict[int, int]]:
+    """Remove leaves without exact rows from `uses`, and note the reasons in `reads.inexact`.
 
     Args:
       uses: the uses of each leaf. The leaves in `reads.inexact` and `chosen` are removed, too.
       reads: how the program uses its parameters.
       chosen: the leaves for which the user chose the gradient's own factors.
       n: the number of examples, or None if unknown.
+
+    Returns:
+      The kernels, and their companions.
     """
+    kernels = set()
     for leaf, of_leaf in uses.items():
-        if leaf not in reads.inexact and _is_kernel(of_leaf):
-            reason, layout = _why_inexact(of_leaf)
-            if reason:
-                reads.inexact[leaf] = _inexact(of_leaf, reason, layout)
+        if any(use.read.op in KRONECKER_KINDS for use in of_leaf):
+            kernels.add(leaf)
+    for leaf in kernels - reads.inexact.keys():
+        reason, layout = _why_inexact(uses[leaf])
+        if reason:
+            reads.inexact[leaf] = _inexact(uses[leaf], reason, layout)
     for leaf in (reads.inexact.keys() | chosen) & uses.keys():
         del uses[leaf]
-    companions = _companions(reads, uses)
+    kernels &= uses.keys()
+    companions = _companions(reads, uses, kernels)
     # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
-    biases = {companions[leaf] for leaf in companions if _is_kernel(uses[leaf])}
-    for leaf, of_leaf in list(uses.items()):
-        if _is_kernel(of_leaf) or leaf in biases or told_apart(of_leaf, n):
+    biases = {companions[leaf] for leaf in kernels & companions.keys()}
+    for leaf in uses.keys() - kernels - biases:
+        if told_apart(uses[leaf], n):
             continue
         reason = "the examples it meets are not told apart, or in another order"
         if n is None:
             reason = "which examples it meets is not known"
-        reads.inexact[leaf] = _inexact(of_leaf, reason)
-        del uses[leaf]
+        reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
     # Drop the pairs in which a leaf has just been removed.
-    return {a: b for a, b in companions.items() if a in uses and b in uses}
+    pairs = companions.items()
+    return kernels, {a: b for a, b in pairs if a in uses and b in uses}
 
 
 def _inexact(uses: list[Use], reason: str, layout: Layout | None = None) -> Inexact:
@@ -344,15 +347,16 @@ def _why_inexact(uses: list[Use]) -> tuple[str, Layout | None]:
     if len({use.picked for use in products}) > 1:
         return "the operations disagree on the parts that it is cut into", None
     for use in products:
-        transposed = use.layout == main.layout.transposed
-        if use not in alike and (use.read.op == "embedding" or not transposed):
+        if use.layout == main.layout:
+            continue
+        if use.read.op == "embedding" or use.layout != main.layout.transposed:
             return "the operations disagree on which of its axes are inputs", None
     if len({tuple(filter(None, use.view.stack)) for use in products}) > 1:
         return "the operations disagree on how it is stacked", None
     return "", None
 
 
-def _companions(reads: Reads, uses: dict[int, list[Use]]) -> dict[int, int]:
+def _companions(reads: Reads, uses: Uses, kernels: set[int]) -> dict[int, int]:
     """Return the bias of each kernel and the shift of each scale.
 
     Such a leaf is only added to outputs of this kernel or scale, at most once to each. A shift is added to every output
@@ -361,9 +365,8 @@ def _companions(reads: Reads, uses: dict[int, list[Use]]) -> dict[int, int]:
     companions: dict[int, int] = {}
     for leaf, of_leaf in uses.items():
         # The ops to whose results the leaf is added.
-        joined = [
-            use.joined[0] for use in of_leaf if use.read.op == "add" and use.joined
-        ]
+        added = [use for use in of_leaf if use.read.op == "add"]
+        joined = [use.joined[0] for use in added if use.joined]
         partners = {reads.uses[op].leaf for op in joined}
         if len(set(joined)) < len(of_leaf) or len(partners) > 1:
             continue
@@ -371,11 +374,11 @@ def _companions(reads: Reads, uses: dict[int, list[Use]]) -> dict[int, int]:
         if partner in companions or partner not in uses:
             continue
         of_partner = uses[partner]
-        if _is_kernel(of_partner):
+        if partner in kernels:
             # Some uses of the kernel may lack the bias. A subtracted bias does not correspond to a homogeneous 1. The
             # same holds for a bias of a kernel that is also read as its transpose.
-            added = all(use.read.sign == 1 for use in of_leaf)
-            fits = added and len({use.layout for use in of_partner}) == 1
+            positive = all(use.read.sign == 1 for use in added)
+            fits = positive and len({use.layout for use in of_partner}) == 1
         else:
             scales = all(reads.uses[op].read.op == "mul" for op in joined)
             fits = scales and len(joined) == len(of_partner)

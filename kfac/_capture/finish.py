@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kfac._capture.axes import Atom
-from kfac._capture.reduce_scatter import Shape
 from kfac._capture.taps import Key, KroneckerTap
 from kfac._factors import Kronecker, Ragged, Statistics, Tied, Unitwise
-from kfac._layers import Layer
+from kfac._layers import FactorShapes, Layer
 from kfac._packing import in_blocks
 from kfac._varying import whole
 
@@ -41,22 +40,23 @@ class KroneckerSums:
           n: the number of examples over which the loss is a mean.
           batch: the number of examples in the batch.
         """
-        tap, use = taps[0], taps[0].use
-        self._layer, self._taps, self._n = layer, taps, n
+        tap = taps[0]
+        use = tap.use
+        self._layer = layer
+        self._taps = taps
+        self._n = n
         self._reduce = layer.weight_sharing == "reduce"
         self._parts = math.prod(atom.size for atom in use.picked)
         self._stack = (*use.iterated, math.prod(atom.size for atom in use.read.batched))
         # The number of rows of each part.
         self._rows = collections.Counter[int]()
-        for of_use in taps:
-            self._rows[of_use.key.number] += of_use.use.rows
         # The taps bring batched copies to memory order, flips included. Scans stack copies in the order of their reads.
         batched = [atom._replace(flipped=False) for atom in use.read.batched]
         batched.sort(key=lambda atom: atom.memory_order)
         self._order = _memory_order([*use.picked, *use.scanned, *batched])
 
         # The shapes of a single copy's sums, and then of its factors.
-        shapes: dict[str, Shape] = dict(layer.side_shapes)
+        shapes: FactorShapes = dict(layer.side_shapes)
         if self._reduce:
             shapes = {"A": (batch, layer.d_in), "G": (batch, layer.d_out)}
         kind: type[Any] = Kronecker
@@ -76,19 +76,20 @@ class KroneckerSums:
                 shapes[name] = tap.scatter.padded_shape(shape)
         self._shapes = shapes
         self.probes: dict[Key, Kronecker | Ragged] = {}
-        for key in [of_use.key for of_use in taps]:
-            self.probes[key] = kind(**arrays)
-            if key.role == "transposed":
+        for each in taps:
+            self._rows[each.key.number] += each.use.rows
+            self.probes[each.key] = kind(**arrays)
+            if each.key.role == "transposed":
                 # The transpose has the layer's outputs as inputs, so `A` and `G` swap shapes.
-                self.probes[key] = Kronecker(arrays["G"], arrays["A"])
+                self.probes[each.key] = Kronecker(arrays["G"], arrays["A"])
 
     def finish(self, sums: Sequence[Any]) -> Statistics:
         """Convert the sums, in the order of `probes`, to the layer's statistics."""
         scatter = self._taps[0].scatter
         if scatter is None:
             return self._factors(sums)
-        loops, lead = len(self._stack) - 1, 1 if self._layer.stacked else 0
-        return scatter.packed(self._factors, sums, loops, lead)
+        loops = len(self._stack) - 1
+        return scatter.packed(self._factors, sums, loops, int(self._layer.stacked))
 
     def eigenvectors(self, basis: Kronecker) -> dict[Key, Kronecker]:
         """Arrange the layer's eigenvectors for its taps, by the taps' `basis` keys."""
@@ -99,28 +100,36 @@ class KroneckerSums:
             vectors = _reordered(vectors.reshape(-1, *shape), order)
             return vectors.reshape(self._parts, *self._stack, *shape)
 
-        a, g = arranged(basis.A), arranged(basis.G)
+        a = arranged(basis.A)
+        g = arranged(basis.G)
         result = {}
         for tap in self._taps:
             if tap.basis:
-                part = tap.key.number
+                part = tap.basis.number
                 result[tap.basis] = Kronecker(a[part], g[part])
         return result
 
     def _factors(self, sums: Sequence[Any]) -> Any:
-        n, direct, transposed = self._n, {}, {}
+        n = self._n
+        direct = {}
+        transposed = {}
         for (_, part, role), of_key in zip(self.probes, sums, strict=True):
             # G = (n / s) sum g g^T with s positions per example.
             positions = self._rows[part] / n
             if role == "transposed":
-                a, g = of_key.G * n, of_key.A / (n * positions)
+                a = of_key.G * n
+                g = of_key.A / (n * positions)
                 transposed[part] = Kronecker(a, g)
             else:
                 direct[part] = self._of_part(of_key, positions)
         if not transposed:
             return self._of_layer(direct)
-        pair = self._of_layer(direct), self._of_layer(transposed)
-        return Tied(*pair, self._layer.diagonal, self._layer.cut)
+        return Tied(
+            self._of_layer(direct),
+            self._of_layer(transposed),
+            self._layer.diagonal,
+            self._layer.cut,
+        )
 
     def _of_part(self, sums: Any, positions: float) -> Kronecker | Ragged:
         """Return a part's factors from its sums and its number of positions per example."""
@@ -134,7 +143,7 @@ class KroneckerSums:
 
     def _of_layer(self, of_parts: dict[int, Any]) -> Any:
         """Return the layer's factors from its parts' factors. An unread part has zeros."""
-        layer, n = self._layer, self._n
+        layer = self._layer
         stack = next(iter(of_parts.values()))
         kind = type(stack)
         if self._parts > 1:
@@ -147,9 +156,8 @@ class KroneckerSums:
             array = getattr(stack, name).reshape(-1, *shape)
             arrays[name] = _reordered(array, self._order).reshape(*lead, *shape)
         if self._reduce:
-            a, g = arrays["A"], arrays["G"]
-            arrays["A"] = _products(layer, "A", a) / n
-            arrays["G"] = _products(layer, "G", g) * n
+            arrays["A"] = _products(layer, "A", arrays["A"]) / self._n
+            arrays["G"] = _products(layer, "G", arrays["G"]) * self._n
         return kind(**arrays)
 
 

@@ -42,14 +42,13 @@ class Likelihood:
 
     def __post_init__(self):
         """Check the arguments."""
-        for name in (
-            "sample",
-            "log_prob",
-            *(["root"] if self.root is not None else []),
-        ):
-            if not callable(getattr(self, name)):
+        for name in ("sample", "log_prob", "root"):
+            value = getattr(self, name)
+            if name == "root" and value is None:
+                continue
+            if not callable(value):
                 raise ValueError(
-                    f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}"
+                    f"{name} of a Likelihood must be a function, but is {value!r}"
                 )
 
     def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:

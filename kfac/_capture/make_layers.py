@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.find_reads import Reads
 from kfac._capture.states import Use, by_part
 from kfac._capture.trace import Trace
 from kfac._layers import MAX_DIM, VOCABULARY, Layer
-from kfac._layout import Layout
+from kfac._leaves import Layout
 from kfac._statistics.convolution import Convolution
+
+# The uses of each leaf, by the leaf's position.
+Uses = dict[int, list[Use]]
 
 
 def told_apart(uses: Sequence[Use], n: int | None) -> bool:
@@ -29,8 +32,7 @@ def main_use(uses: Sequence[Use]) -> Use:
     return uses[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerMaker:
+class LayerMaker(NamedTuple):
     """Makes layers from the uses of their leaves. A layer is named after its first leaf.
 
     Attributes:
@@ -43,15 +45,9 @@ class LayerMaker:
 
     traced: Trace
     reads: Reads
-    uses: dict[int, list[Use]]
+    uses: Uses
     order: dict[int, int]
     n: int | None
-
-    def skipped(self, leaf: int, note: str) -> Layer:
-        """Make a layer without curvature."""
-        name = self.traced.names[leaf]
-        shapes = (self.traced.shapes[leaf],)
-        return Layer(name, "skipped", (name,), shapes, note=note)
 
     def kronecker(self, leaves: Sequence[int], reduced: bool) -> Layer:
         """Make the layer of a kernel and its bias, if any. With `reduced`, the layer uses the "reduce" setting.
@@ -105,20 +101,21 @@ class LayerMaker:
     def elementwise(self, leaves: Sequence[int]) -> Layer:
         """Make the layer of a scale and its shift, if any, or of another vector."""
         uses = self.uses[leaves[0]]
-        kind, read_by = "diagonal", "read by an elementwise sum"
+        kind = "diagonal"
+        read_by = "read by an elementwise sum"
         if any(use.read.op == "mul" for use in uses):
-            kind, read_by = "unitwise", "elementwise scale"
+            kind = "unitwise"
+            read_by = "elementwise scale"
             if len(leaves) > 1:
                 read_by += " and shift"
         parts = by_part(uses)
+        rows = max(sum(use.rows for use in part) for part in parts)
         return self._layer(
             leaves,
             kind,
             [self._vector(leaves[0])] * len(leaves),
             f"{read_by}: per-example gradients",
-            positions=self._positions(
-                max(sum(use.rows for use in part) for part in parts)
-            ),
+            positions=self._positions(rows),
             uses=_reads(parts),
         )
 
@@ -130,9 +127,11 @@ class LayerMaker:
         """
         sizes = [size for size in self.traced.shapes[leaf] if size > 1]
         inexact = self.reads.inexact.get(leaf)
-        layout, note = None, "read without examples"
+        layout = None
+        note = "read without examples"
         if inexact:
-            layout, note = inexact.layout, f"{inexact.operation}: {inexact.reason}"
+            layout = inexact.layout
+            note = f"{inexact.operation}: {inexact.reason}"
         if not layout and len(sizes) > 1:
             cuts = []
             for k in range(1, len(sizes)):
@@ -155,11 +154,11 @@ class LayerMaker:
         names = tuple(self.traced.names[leaf] for leaf in leaves)
         kernel = layouts[0]
         return Layer(
-            name=names[0],
-            kind=kind,
-            params=names,
-            shapes=tuple(self.traced.shapes[leaf] for leaf in leaves),
-            layouts=tuple(layouts),
+            names[0],
+            kind,
+            names,
+            tuple(self.traced.shapes[leaf] for leaf in leaves),
+            tuple(layouts),
             d_out=kernel.size("out"),
             d_in=sum(layout.size("in") for layout in layouts),
             copies=kernel.size("stack"),
@@ -232,9 +231,7 @@ def bounded(layer: Layer, max_dim: int | None) -> Layer:
     for name in diagonal:
         pieces = math.ceil(sizes[name] / ROWS)
         counts[name] = 2 ** math.ceil(math.log2(pieces))
-    notes = [layer.note] if layer.note else []
-    if reasons:
-        notes.append(" and ".join(reasons))
+    notes = filter(None, [layer.note, " and ".join(reasons)])
     return dataclasses.replace(
         layer,
         diagonal=tuple(diagonal),

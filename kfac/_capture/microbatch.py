@@ -12,10 +12,10 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
-from kfac._capture.trace import is_key, leading_length, named_arguments
+from kfac._capture.trace import ArgKey, is_key, leading_length, named_arguments
 from kfac._checks import check, check_given
 from kfac._layers import Layers
-from kfac._paths import PyTree
+from kfac._leaves import PyTree
 from kfac._varying import zeros_of
 
 
@@ -69,7 +69,7 @@ def microbatch(
     return accumulated
 
 
-def _mean(fn: Callable[[PyTree], PyTree], parts: PyTree, count: int) -> PyTree:
+def _mean(fn: Callable, parts: PyTree, count: int) -> PyTree:
     """Average `fn` over the `count` slices of `parts` along the leading axis."""
     zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
     for path, leaf in jax.tree.leaves_with_path(zeros):
@@ -112,8 +112,8 @@ def _split_positions(
             f"arrays to split have {what}: pass what all parts share apart"
         )
     if batch_argnums is None:
-        others: dict[int | str, PyTree] = dict(enumerate(args[2:], 2))
-        for name, argument in (others | {**kwargs}).items():
+        others: dict[ArgKey, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
+        for name, argument in others.items():
             arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
             for length in _leading_lengths(arrays):
                 if length in lengths:
@@ -177,7 +177,7 @@ def every_example(
         )
     counts = {1: 1}  # numbers of kept examples, by leading length
 
-    def thinned(key: int | str, argument: PyTree) -> PyTree:
+    def thinned(key: ArgKey, argument: PyTree) -> PyTree:
         if key not in layers.batch_argnums:
             return argument
 
@@ -213,7 +213,8 @@ def _parts(x: jax.typing.ArrayLike, count: int, argnum: int) -> jax.Array:
         )
     # The explicit mesh axes that split the leading axis.
     split = jax.typeof(x).sharding.spec[0]
+    rows = shape[0] // count
     if split is None:
-        return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+        return jnp.reshape(x, (count, rows, *shape[1:]))
     # Each part takes every `count`-th example, so it is sharded like the batch. Neighbours would lie on a few devices.
-    return jnp.reshape(x, (shape[0] // count, count, *shape[1:])).swapaxes(0, 1)
+    return jnp.reshape(x, (rows, count, *shape[1:])).swapaxes(0, 1)

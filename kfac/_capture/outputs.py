@@ -20,7 +20,7 @@ from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
 from kfac._checks import check
-from kfac._paths import PyTree
+from kfac._leaves import PyTree
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes, whole
 
@@ -181,12 +181,11 @@ class Marks:
             self._check_asked(asked, batch, kernels, beside)
             return asked, ""
         rows = {mark.rows: mark for mark in self.marks}
-        for mark in rows.values():
-            if mark.value.grown[-1]:
-                return None, (
-                    "the marked output has one axis, which is that of its features, but it holds the examples: give "
-                    "the features an axis of their own, kfac.output(x[:, None], ...)"
-                )
+        if any(mark.value.grown[-1] for mark in rows.values()):
+            return None, (
+                "the marked output has one axis, which is that of its features, but it holds the examples: give "
+                "the features an axis of their own, kfac.output(x[:, None], ...)"
+            )
         # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
         if hidden or not unmarked or any(mark.value.of_batch for mark in self.marks):
             if len(rows) == 1 and beside.keys() <= rows.keys():
@@ -234,14 +233,18 @@ class Marks:
         for name, uses in kernels.items():
             rows = sum(use.rows for use in uses)
             if rows > most:
-                most, kernel = rows, name
+                most = rows
+                kernel = name
         if 0 < most < asked:
-            places = f"the {most} position(s) at which {kernel!r} is read, the most of all kernels"
-            raise ValueError(f"{message} is more than {places}")
+            raise ValueError(
+                f"{message} is more than the {most} position(s) at which {kernel!r} is read, the most of all kernels"
+            )
         few = min(beside, default=asked)
         if few < asked:
-            places = f"the {few} position(s) at which {beside[few]!r} is read, maybe of a second batch"
-            raise ValueError(f"{message} is more than {places}.{MARK_EACH}")
+            raise ValueError(
+                f"{message} is more than the {few} position(s) at which {beside[few]!r} is read, maybe of a second "
+                f"batch.{MARK_EACH}"
+            )
 
     def require(self, what: str, traced: Trace, skipped: Collection[str]) -> None:
         """Check that every parameter that reaches the loss also reaches a mark, except the `skipped` paths.
@@ -250,15 +253,16 @@ class Marks:
           ValueError: the loss has no mark, or such a parameter reaches no mark. `what` names the caller in the message.
         """
         if not self.marks:
-            how = "logits = kfac.output(logits, 'categorical')"
             raise ValueError(
-                f"{what} needs the output of the network: mark it inside loss_fn, {how}"
+                f"{what} needs the output of the network: mark it inside loss_fn, logits = kfac.output(logits, "
+                "'categorical')"
             )
         reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
         missing = []
         for leaf in sorted(traced.program.outputs[0].leaves - reached):
-            if traced.names[leaf] not in skipped:
-                missing.append(repr(traced.names[leaf]))
+            name = traced.names[leaf]
+            if name not in skipped:
+                missing.append(repr(name))
         if missing:
             raise ValueError(
                 f"{what}: the loss depends on {', '.join(missing[:5])}, but no marked output does: mark "
@@ -333,7 +337,7 @@ class Draw:
 
     mark: Mark
     n: int
-    expected: bool = False
+    expected: bool
 
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
         axes = x.ndim - 1 if self.expected else x.ndim
@@ -415,8 +419,11 @@ class Marked:
         self, outputs: list[jax.Array], vectors: list[jax.Array]
     ) -> list[jax.Array]:
         """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
-        triples = zip(self.marks, outputs, vectors, strict=True)
-        return [mark.times_root(x, v, self.n, self.what) for mark, x, v in triples]
+        roots = []
+        for k, mark in enumerate(self.marks):
+            root = mark.times_root(outputs[k], vectors[k], self.n, self.what)
+            roots.append(root)
+        return roots
 
     def root(
         self, params: PyTree
@@ -461,20 +468,17 @@ def marked(
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
 
 
-def with_own_key(kwargs: Mapping[str, PyTree], part: jax.Array) -> dict[str, PyTree]:
+def with_own_key(kwargs: dict[str, PyTree], part: jax.Array) -> dict[str, PyTree]:
     """Return `kwargs` with the number of a part folded into their PRNG keys.
 
     All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
     """
-    result = {}
-    for name, argument in kwargs.items():
-        untyped = name in ("key", "fisher_key")
 
-        def folded(leaf, untyped=untyped):
-            typed = isinstance(leaf, jax.Array) and is_typed_key(leaf)
-            if is_key(leaf) and (typed or untyped):
-                return jax.random.fold_in(leaf, part)
-            return leaf
+    def folded(path, leaf):
+        untyped = path[0].key in ("key", "fisher_key")
+        typed = isinstance(leaf, jax.Array) and is_typed_key(leaf)
+        if is_key(leaf) and (typed or untyped):
+            return jax.random.fold_in(leaf, part)
+        return leaf
 
-        result[name] = jax.tree.map(folded, argument)
-    return result
+    return jax.tree.map_with_path(folded, kwargs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from kfac._capture import axes as axes_lib
+from kfac._capture.axes import arrangement, begins, flatten
 from kfac._capture.find_layers import layers_of
 from kfac._capture.finish import ElementwiseSums, Entries, KroneckerSums
 from kfac._capture.outputs import Marks
@@ -19,7 +20,7 @@ from kfac._capture.primitives import Read
 from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
-from kfac._capture.trace import Trace
+from kfac._capture.trace import Trace, split_over
 from kfac._factors import Factors, Kronecker, Ragged, Statistics
 from kfac._layers import Layer, Layers
 from kfac._statistics.convolution import Convolution
@@ -30,8 +31,7 @@ from kfac._varying import AxisName, device_axes, dividing_axes, split_along
 Probe = jax.Array | jax.ShapeDtypeStruct | Kronecker | Ragged
 
 
-@dataclasses.dataclass
-class Planned:
+class Planned(NamedTuple):
     """A plan by which `value_and_grad` collects and finishes the statistics of a loss.
 
     Attributes:
@@ -48,9 +48,7 @@ class Planned:
     plan: Plan
     lies: AxisName | None
     wire: str
-    sums: dict[str, KroneckerSums | ElementwiseSums] = dataclasses.field(
-        default_factory=dict
-    )
+    sums: dict[str, KroneckerSums | ElementwiseSums]
 
     @property
     def probes(self) -> dict[Key, Probe]:
@@ -60,9 +58,9 @@ class Planned:
             probes |= sums.probes
         return probes
 
-    def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Kronecker]:
+    def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Any]:
         """Arrange the eigenvectors of the layers in `basis` for the layers' taps."""
-        vectors: dict[Key, Kronecker] = {}
+        vectors: dict[Key, Any] = {}
         for name, of_layer in basis.items():
             sums = self.sums[name]
             if isinstance(sums, KroneckerSums):
@@ -106,8 +104,9 @@ def plan_taps(
         analysis.num_examples or 1,
         traced.batch.num_examples,
         analysis.reads.plan,
-        traced.batch.lies,
+        split_over(traced),
         wire,
+        {},
     )
     for layer in analysis.layers.with_factors:
         uses = [analysis.uses[path] for path in layer.params]
@@ -141,7 +140,7 @@ def check_same(expected: Layers, found: Layers) -> None:
 
 def _rows(use: Use, examples: Collection[int]) -> list[int]:
     """Return the positions of the result's atoms that hold neither a part of the leaf nor the examples."""
-    flat = axes_lib.flatten(use.read.y_axes)
+    flat = flatten(use.read.y_axes)
     others = [p for p, atom in enumerate(flat) if not atom.of_leaf]
     return [p for p in others if p not in examples]
 
@@ -184,11 +183,8 @@ def _plan_kronecker(
             key=key,
             use=use,
             layer=layer,
-            arrange_x=axes_lib.arrangement(
-                read.x_axes, read.batched, x_examples, x_rows
-            ),
-            arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rows),
-            images=read.op == "conv" and x_examples == [0],
+            arrange_x=arrangement(read.x_axes, read.batched, x_examples, x_rows),
+            arrange_g=arrangement(read.y_axes, read.batched, examples, rows),
             homogeneous=float(use.op in with_bias) if layer.has_bias else None,
             dtype=dtype,
             basis=key._replace(role="eigenvectors") if moments else None,
@@ -216,7 +212,7 @@ def _over_devices(
       over different mesh axes. XLA then sums whole matrices.
     """
     for tap in taps:
-        if tap.key.role == "transposed" or tap.use.read.groups is not None:
+        if tap.key.role or tap.use.read.groups is not None:
             return taps
     if layer.weight_sharing == "reduce":
         return taps
@@ -226,7 +222,8 @@ def _over_devices(
     own_probes = len({tap.key for tap in taps}) == len(taps)
     at_once = own_probes and all(tap.use.times == 1 for tap in taps)
     scatter = dataclasses.replace(scatter, at_once=at_once)
-    result, axes = [], set()
+    result = []
+    axes = set()
     for tap in taps:
         over_mesh = _over_mesh(tap, planned.batch, scatter)
         if over_mesh.scatter is None:
@@ -249,8 +246,9 @@ def _over_mesh(
     if not examples:
         return tap
     position = examples[0]
-    x, g = _data_axis(read, position), axes_lib.begins(read.y_axes, position)
-    axes = dividing_axes(axes_lib.flatten(read.y_axes)[position].size)
+    x = _data_axis(read, position)
+    g = begins(read.y_axes, position)
+    axes = dividing_axes(flatten(read.y_axes)[position].size)
     if x is None or g is None or not axes:
         return tap
     devices = math.prod(get_abstract_mesh().shape[name] for name in axes)
@@ -279,11 +277,11 @@ def _data_axis(read: Read, position: int) -> int | None:
     row = dict(read.rows).get(position)
     if isinstance(read.geometry, Lookup):
         # The indices' first axis.
-        return 0 if axes_lib.begins(read.y_axes, position) == 0 else None
+        return 0 if begins(read.y_axes, position) == 0 else None
     if isinstance(read.geometry, Convolution):
         # The patches' first atom holds the images.
         return read.geometry.spec[0] if row == 0 else None
-    return None if row is None else axes_lib.begins(read.x_axes, row)
+    return None if row is None else begins(read.x_axes, row)
 
 
 def _examples(
@@ -294,7 +292,8 @@ def _examples(
     The tuple is empty if the tap need not separate the examples, or if there is a single example. If the order of the
     examples is not known, the first atom that holds rows stands for them.
     """
-    if use.read.groups is not None or not (moments or layer.weight_sharing == "reduce"):
+    by_example = moments or layer.weight_sharing == "reduce"
+    if use.read.groups is not None or not by_example:
         return ()
     examples = use.examples(planned.batch)
     if examples is None:
@@ -321,10 +320,10 @@ def _plan_elementwise(
             examples = use.examples(planned.batch)
             assert examples is not None, "the leaf would have the gradient's diagonal"
             y_axes = use.read.y_axes
-            arrange = axes_lib.arrangement(y_axes, (), examples, _rows(use, examples))
+            arrange = arrangement(y_axes, (), examples, _rows(use, examples))
             # The gradients are not flipped, because `where` gives the entries in the order in which they are read.
             arrange = arrange._replace(flips=())
-            flat = axes_lib.flatten(y_axes)
+            flat = flatten(y_axes)
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
             # Uses of the same entries get the same key: their gradients are summed per example before squaring.

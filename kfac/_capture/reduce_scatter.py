@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kfac._factors import Kronecker, Packed
+from kfac._layers import Shape
 from kfac._packing import filled, flatten, room, unflatten
 from kfac._varying import explicit_part, whole
-
-Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +50,8 @@ class ReduceScatter:
 
     def sums(
         self,
-        of: Callable[[tuple[Any, ...], jax.Array], Kronecker],
-        residuals: tuple[Any, ...],
+        of: Callable[[tuple, jax.Array], Kronecker],
+        residuals: tuple,
         g: jax.Array,
     ) -> Kronecker:
         """Return the packed sums of a single use, `[copies, pieces, elements]`.

@@ -71,7 +71,6 @@ class KroneckerTap:
       layer: the kernel's layer.
       arrange_x: brings the data, or a convolution's patches, to the normal form.
       arrange_g: brings the gradient to the normal form.
-      images: whether a convolution's images are the examples.
       homogeneous: the last entry of every input: 1 with the bias, or 0 in a use without the bias; None for a layer
         without a bias.
       dtype: the sums' dtype.
@@ -85,7 +84,6 @@ class KroneckerTap:
     layer: Layer
     arrange_x: Arrangement
     arrange_g: Arrangement
-    images: bool
     homogeneous: float | None
     dtype: np.dtype
     basis: Key | None = None
@@ -118,8 +116,10 @@ class KroneckerTap:
         if not self.use.op.loops and read.op == "conv":
             # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
+        # The first atom of a convolution's patches holds the images.
+        by_image = self.arrange_x.examples == (0,)
         inputs: Any = read.geometry.form(
-            x, self.arrange_x, self.homogeneous, self.images, self.dtype
+            x, self.arrange_x, self.homogeneous, by_image, self.dtype
         )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
@@ -129,7 +129,8 @@ class KroneckerTap:
         moments = None
         if basis is not None:
             moments = squares_in_basis(inputs, outputs, basis, self.dtype)
-        a, g = self._side("A", inputs), self._side("G", outputs)
+        a = self._side("A", inputs)
+        g = self._side("G", outputs)
         if number is not None and isinstance(inputs, OneHot):
             a = a * number**2
         return Kronecker(a, g, moments)

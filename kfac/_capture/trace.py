@@ -7,7 +7,6 @@ leading length are doubled, and the two programs are compared operation by opera
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -21,14 +20,15 @@ from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
 from kfac._layers import Layers
-from kfac._paths import PyTree, leaf_paths
+from kfac._leaves import PyTree, leaf_paths
 from kfac._varying import AxisName
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
 # running averages.
 FEW = 8
 
-Argnums = int | str | Sequence[int | str] | None
+ArgKey = int | str
+Argnums = ArgKey | Sequence[ArgKey] | None
 AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
@@ -54,8 +54,7 @@ class Trace(NamedTuple):
     loss: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The known facts about the batch.
 
     Attributes:
@@ -63,16 +62,14 @@ class Batch:
       argnums: the arguments that hold the examples: positions as `loss_fn` counts them, or keyword names.
       shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
       hidden: why `n` is not known, as a sentence; empty if `n` is known.
-      lies: the explicit mesh axes along which all arrays of the batch are split.
       leaves: the batch's arrays; None if unknown.
       several: whether the batch has arrays of different lengths that hold examples.
     """
 
     num_examples: int | None = None
-    argnums: tuple[int | str, ...] = ()
+    argnums: tuple[ArgKey, ...] = ()
     shared: tuple[str, ...] = ()
     hidden: str = ""
-    lies: AxisName | None = None
     leaves: tuple[Leaf, ...] | None = None
     several: bool = False
 
@@ -159,7 +156,7 @@ def trace(
     leaves, structure = jax.tree.flatten(params)
 
     def jaxpr_of(arrays):
-        filled_aux: Callable[[Sequence[Any]], PyTree]
+        filled_aux: Callable
 
         def flat_loss(leaves, arrays):
             nonlocal filled_aux
@@ -185,14 +182,12 @@ def trace(
 
     candidates = _candidates(args, kwargs, batch_argnums, shared)
     batch, program = _find_batch(compared, candidates)
-    positions = None
     if program is None:
         program = flat(closed)
         mark_live(program)
-    else:
-        positions = {leaf.position for leaf in batch.leaves or ()}
-        lies = _split_over([arrays[k] for k in positions])
-        batch = dataclasses.replace(batch, lies=lies)
+    positions = None
+    if batch.leaves is not None:
+        positions = {leaf.position for leaf in batch.leaves}
     place(program, len(names), positions, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
@@ -248,14 +243,12 @@ def _find_batch(
     several = [batch for batch, _ in doubles]
     hidden = _why_hidden(several, reasons)
     batch = _batch(_leaves_of(several))
-    return dataclasses.replace(
-        batch, num_examples=None, leaves=None, hidden=hidden
-    ), None
+    return batch._replace(num_examples=None, leaves=None, hidden=hidden), None
 
 
 def _arrays_of(
     tree: PyTree,
-) -> tuple[list[AnyArray], Callable[[Sequence[Any]], PyTree]]:
+) -> tuple[list[AnyArray], Callable[[Sequence], PyTree]]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -277,14 +270,14 @@ def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:
     grows with two candidates.
     """
     batches = []
-    growing = collections.Counter[int]()
+    growing: list[int] = []
     for batch, program in doubles:
         marks = [op for op in program.walk() if op.alive and equations.mark(op.eqn)]
         longer = [k for k, op in enumerate(marks) if any(op.outputs[0].grown[:-1])]
-        growing.update(longer)
+        growing += longer
         if longer:
             batches.append(batch)
-    return [] if max(growing.values(), default=0) > 1 else _leaves_of(batches)
+    return [] if len(set(growing)) < len(growing) else _leaves_of(batches)
 
 
 def _leaves_of(batches: Sequence[Batch]) -> list[Leaf]:
@@ -301,10 +294,11 @@ def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
     return message
 
 
-def _split_over(arrays: Sequence[AnyArray]) -> AxisName | None:
-    """Return the explicit mesh axes along which all arrays are split; None if the arrays differ."""
+def split_over(traced: Trace) -> AxisName | None:
+    """Return the explicit mesh axes along which all arrays of the batch are split; None if the arrays differ."""
     specs = set()
-    for array in arrays:
+    for leaf in traced.batch.leaves or ():
+        array = traced.arrays[leaf.position]
         if isinstance(array, jax.Array):
             specs.add(jax.typeof(array).sharding.spec[0])
     return specs.pop() if len(specs) == 1 else None
@@ -312,7 +306,8 @@ def _split_over(arrays: Sequence[AnyArray]) -> AxisName | None:
 
 def _checked(out: Any, has_aux: bool) -> tuple[AnyArray, PyTree]:
     """Return the loss and `aux`, or raise if the loss function has returned something else."""
-    loss, aux = out, None
+    loss = out
+    aux = None
     if has_aux:
         if not isinstance(out, tuple) or len(out) != 2:
             what = f"a {type(out).__name__}"
@@ -346,7 +341,7 @@ class Leaf(NamedTuple):
     """
 
     position: int
-    argument: int | str
+    argument: ArgKey
     name: str
     length: int | None
 
@@ -364,11 +359,11 @@ def _candidates(
     - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
     - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
-    arguments: dict[int | str, PyTree] = dict(enumerate(args, 1))
+    arguments: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
     for name in sorted(kwargs):
         arguments[name] = kwargs[name]
     leaves = _leaves(arguments, shared)
-    first: list[int | str] = [1]
+    first: list[ArgKey] = [1]
     if batch_argnums is not None:
         first = named_arguments(batch_argnums, arguments, len(args))
     alike = _of_equal_length(leaves, first)
@@ -404,9 +399,7 @@ def leading_length(leaf: object, name: str, shared: Collection[str]) -> int | No
     return leaf.shape[0]
 
 
-def _leaves(
-    arguments: Mapping[int | str, PyTree], shared: Collection[str]
-) -> list[Leaf]:
+def _leaves(arguments: Mapping[ArgKey, PyTree], shared: Collection[str]) -> list[Leaf]:
     """Return all arrays in the arguments. The names in `shared` are known to hold no examples."""
     leaves: list[Leaf] = []
     for key, argument in arguments.items():
@@ -419,7 +412,7 @@ def _leaves(
 
 
 def _of_equal_length(
-    leaves: Sequence[Leaf], keys: Collection[int | str]
+    leaves: Sequence[Leaf], keys: Collection[ArgKey]
 ) -> list[list[Leaf]]:
     """Group the leaves of the arguments `keys` by length, the largest group first."""
     groups: dict[int, list[Leaf]] = {}
@@ -447,8 +440,8 @@ def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf] = ()) -> Batch:
 
 
 def named_arguments(
-    batch_argnums: Argnums, arguments: Collection[int | str], count: int
-) -> list[int | str]:
+    batch_argnums: Argnums, arguments: Collection[ArgKey], count: int
+) -> list[ArgKey]:
     """Return the arguments that `batch_argnums` names.
 
     `arguments` are all arguments after `params`; the first `count` of them are positional.
@@ -456,7 +449,7 @@ def named_arguments(
     Raises:
       ValueError: a named argument does not exist, or is `params`.
     """
-    keys: dict[int | str, None] = {}
+    keys: dict[ArgKey, None] = {}
     for key in as_argnums(batch_argnums):
         if isinstance(key, int) and -count - 1 < key < 0:
             key += count + 1

@@ -24,7 +24,7 @@ from kfac._capture.outputs import (
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
-from kfac._capture.taps import Key, Probes
+from kfac._capture.taps import Probes
 from kfac._capture.trace import (
     Trace,
     batch_of,
@@ -43,7 +43,7 @@ from kfac._checks import (
 )
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._paths import PyTree
+from kfac._leaves import PyTree
 from kfac._varying import (
     as_varying,
     device_axes,
@@ -181,7 +181,8 @@ def statistics(
         evaluate = evaluator
         if every > 1:
             part = every_example(layers, args, kwargs, every)
-            args, kwargs = part.args, part.kwargs
+            args = part.args
+            kwargs = part.kwargs
             examples = part.of(num_examples)
             evaluate = dataclasses.replace(evaluator, num_examples=examples)
         return evaluate(params, args, kwargs, gradients=False)[2]
@@ -235,7 +236,7 @@ class Evaluator:
             self.communication_dtype,
         )
         n = planned.num_examples
-        entries: dict[Key, Any] = {**planned.eigenvectors(basis or {})}
+        entries = planned.eigenvectors(basis or {})
         if key is not None:
             expected = self.fisher == "expected"
             marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
@@ -255,15 +256,13 @@ class Evaluator:
         if not gradients:
             wanted = {k: leaves[k] for k in own.values()}
 
-        def zeros(probe):
-            return lying_as(jnp.zeros(probe.shape, probe.dtype), probe)
-
         def run(wanted, entries):
             inputs = [wanted.get(k, leaf) for k, leaf in enumerate(leaves)]
             inputs += traced.arrays
             return replay(traced.program, inputs, planned.plan, entries)
 
-        probes = jax.tree.map(zeros, planned.probes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
+        probes = lying_as(zeros, planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         outs, found, factors = _differentiate(
             run, planned, marks, wanted, probes, entries, self.fisher
@@ -310,15 +309,8 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
         )
 
 
-# Evaluates the loss with taps, from parameter leaves by position and the entries among the probes. Returns the loss
-# function's outputs, and the values that the marks hand out.
-Run = Callable[
-    [dict[int, jax.Array], Probes], tuple[list[jax.Array], dict[Key, jax.Array]]
-]
-
-
 def _differentiate(
-    run: Run,
+    run: Callable,
     planned: Planned,
     marks: Marks,
     wanted: dict[int, jax.Array],
@@ -329,7 +321,8 @@ def _differentiate(
     """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
 
     Args:
-      run: evaluates the loss with its taps.
+      run: evaluates the loss with its taps, from parameter leaves by position and the entries among the probes. Returns
+        the loss function's outputs, and the values that the marks hand out.
       planned: the taps.
       marks: the marked outputs.
       wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
