@@ -258,23 +258,23 @@ class Layer:
     def block_shapes(self) -> FactorShapes:
         """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
         a, g = self.cut
-        shapes: FactorShapes = {
-            "A": (math.ceil(self.d_in / a),),
-            "G": (math.ceil(self.d_out / g),),
-        }
-        for name in shapes.keys() - {*self.diagonal}:
-            shapes[name] = 2 * shapes[name]
+        sizes = {"A": math.ceil(self.d_in / a), "G": math.ceil(self.d_out / g)}
+        shapes: FactorShapes = {}
+        for name, size in sizes.items():
+            shapes[name] = (size,) if name in self.diagonal else (size, size)
         return shapes
 
     @property
     def side_shapes(self) -> FactorShapes:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         shapes = self.block_shapes
-        for k, (name, size) in enumerate([("A", self.d_in), ("G", self.d_out)]):
-            if name in self.diagonal:
-                shapes[name] = (size,)
-            elif self.cut[k] > 1:
-                shapes[name] = (self.cut[k], *shapes[name])
+        a, g = self.cut
+        if a > 1:
+            shapes["A"] = (a, *shapes["A"])
+        if g > 1:
+            shapes["G"] = (g, *shapes["G"])
+        for name in self.diagonal:
+            shapes[name] = (self.d_in if name == "A" else self.d_out,)
         return shapes
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:

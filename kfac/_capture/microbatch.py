@@ -112,7 +112,7 @@ def _split_positions(
             f"arrays to split have {what}: pass what all parts share apart"
         )
     if batch_argnums is None:
-        others: dict[ArgKey, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
+        others: dict[Any, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
         for name, argument in others.items():
             arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
             for length in _leading_lengths(arrays):

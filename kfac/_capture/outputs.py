@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,8 +135,11 @@ class Mark:
 MARK_EACH = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
 
 
-@dataclasses.dataclass(frozen=True)
-class Marks:
+# The uses of each kernel, by the kernel's path.
+Kernels = Mapping[str, Sequence[Use]]
+
+
+class Marks(NamedTuple):
     """All marked outputs of a traced loss, in program order."""
 
     marks: tuple[Mark, ...]
@@ -148,7 +152,7 @@ class Marks:
         self,
         asked: int | None,
         batch: Batch,
-        kernels: Mapping[str, Sequence[Use]],
+        kernels: Kernels,
         unmarked: bool = False,
         joined: str = "",
     ) -> tuple[int | None, str]:
@@ -216,7 +220,7 @@ class Marks:
         self,
         asked: int,
         batch: Batch,
-        kernels: Mapping[str, Sequence[Use]],
+        kernels: Kernels,
         beside: Mapping[int, str],
     ) -> None:
         """Raise if the user's number of examples cannot be right.
@@ -301,7 +305,7 @@ def find_marks(traced: Trace) -> Marks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(
-    transposed: Callable[..., jax.Array],
+    transposed: Callable,
     x: jax.Array,
     entry: jax.Array,
     zeros: jax.Array,
@@ -397,8 +401,7 @@ def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
 # -- the loss as a function of its marked outputs -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Marked:
+class Marked(NamedTuple):
     """A loss as a function of its marked outputs, with `F = (1/n) sum_r J_r^T H_r J_r` over their rows `r`.
 
     `H_r` is the curvature of `-log p` in a row, times the mark's weight.
@@ -437,7 +440,7 @@ class Marked:
 
 
 def marked(
-    value_fn: Callable[[PyTree], jax.Array],
+    value_fn: Callable,
     params: PyTree,
     num_examples: int | None,
     what: str,

@@ -221,7 +221,7 @@ def _over_devices(
         return [dataclasses.replace(tap, scatter=scatter) for tap in taps]
     own_probes = len({tap.key for tap in taps}) == len(taps)
     at_once = own_probes and all(tap.use.times == 1 for tap in taps)
-    scatter = dataclasses.replace(scatter, at_once=at_once)
+    scatter = scatter._replace(at_once=at_once)
     result = []
     axes = set()
     for tap in taps:
@@ -265,7 +265,7 @@ def _over_mesh(
         tap,
         arrange_x=arrange_x,
         arrange_g=share(tap.arrange_g, position),
-        scatter=dataclasses.replace(scatter, axes=axes, x=x, g=g),
+        scatter=scatter._replace(axes=axes, x=x, g=g),
     )
 
 

@@ -5,9 +5,9 @@ Each device packs the sums over its own examples, and receives an equal share of
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ from kfac._packing import filled, flatten, room, unflatten
 from kfac._varying import explicit_part, whole
 
 
-@dataclasses.dataclass(frozen=True)
-class ReduceScatter:
+class ReduceScatter(NamedTuple):
     """How a kernel's sums are packed and reduce-scattered over devices.
 
     - With `at_once`, each device packs and sends a layer's sums inside the backward pass, as soon as it has them. So no
@@ -50,7 +49,7 @@ class ReduceScatter:
 
     def sums(
         self,
-        of: Callable[[tuple, jax.Array], Kronecker],
+        of: Callable,
         residuals: tuple,
         g: jax.Array,
     ) -> Kronecker:
@@ -103,7 +102,7 @@ class ReduceScatter:
 
     def packed(
         self,
-        finish: Callable[[Sequence[Kronecker]], Kronecker],
+        finish: Callable,
         sums: Sequence[Kronecker],
         loops: int,
         lead: int,
@@ -141,10 +140,10 @@ class ReduceScatter:
 
     def _over_mesh(
         self,
-        fn: Callable[..., Kronecker],
+        fn: Callable,
         in_specs: tuple[PartitionSpec, ...],
         out: PartitionSpec,
-    ) -> Callable[..., Kronecker]:
+    ) -> Callable:
         sharded = jax.shard_map(
             fn, in_specs=in_specs, out_specs=out, axis_names=set(self.axes)
         )

@@ -241,7 +241,6 @@ def _together(primals, tangents):
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
-@dataclasses.dataclass
 class Plan:
     """The additions of a replay to a program and the programs inside it.
 
@@ -255,12 +254,13 @@ class Plan:
         a probe that has an entry for each iteration.
     """
 
-    taps: dict[Op, list[Tap]] = dataclasses.field(default_factory=dict)
-    multipliers: dict[Op, int] = dataclasses.field(default_factory=dict)
-    late: dict[Op, int] = dataclasses.field(default_factory=dict)
-    merges: dict[Op, int] = dataclasses.field(default_factory=dict)
-    marks: dict[Op, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
-    inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
+    def __init__(self):
+        self.taps: dict[Op, list[Tap]] = {}
+        self.multipliers: dict[Op, int] = {}
+        self.late: dict[Op, int] = {}
+        self.merges: dict[Op, int] = {}
+        self.marks: dict[Op, tuple[Key, AtMark]] = {}
+        self.inside: dict[Op, dict[Key, bool]] = {}
 
     def place(self, tap: Tap, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
         """Put a tap behind its operation. See `look_inside` for the other arguments."""

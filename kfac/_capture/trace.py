@@ -47,7 +47,7 @@ class Trace(NamedTuple):
 
     program: Program
     arrays: list[AnyArray]
-    rebuild: Callable[[Sequence[jax.Array]], tuple[jax.Array, PyTree]]
+    rebuild: Callable
     names: list[str]
     shapes: list[tuple[int, ...]]
     batch: Batch
@@ -192,7 +192,7 @@ def trace(
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
 
-def _try(compared: Callable[[Batch], Program], batch: Batch) -> Program | str:
+def _try(compared: Callable, batch: Batch) -> Program | str:
     """Return the program with its growth recorded, which `compared` computes, or the reason why that fails."""
     twice = f"{2 * (batch.num_examples or 0)} examples in {batch.where}"
     try:
@@ -214,7 +214,7 @@ def _try(compared: Callable[[Batch], Program], batch: Batch) -> Program | str:
 
 
 def _find_batch(
-    compared: Callable[[Batch], Program], candidates: Iterator[list[Batch]]
+    compared: Callable, candidates: Iterator[list[Batch]]
 ) -> tuple[Batch, Program | None]:
     """Return the batch, and the program with its growth recorded.
 
@@ -248,7 +248,7 @@ def _find_batch(
 
 def _arrays_of(
     tree: PyTree,
-) -> tuple[list[AnyArray], Callable[[Sequence], PyTree]]:
+) -> tuple[list[AnyArray], Callable]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array(leaf)]

@@ -369,9 +369,7 @@ def _differentiate(
     return outs, grads, factors
 
 
-def _sum_of_moments(
-    factors_of: Callable[[jax.Array], Factors], units: jax.Array
-) -> Factors:
+def _sum_of_moments(factors_of: Callable, units: jax.Array) -> Factors:
     """Sum the second moments of gradients over all units.
 
     Statistics that do not depend on the units, such as `A`, stay as they are.
