@@ -20,14 +20,11 @@ from kfac._leaves import map_by_path as map_by_path
 
 Shape = tuple[int, ...]
 FactorShapes = dict[str, Shape]
-
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
-# The default bound on a factor's rows. Larger factors become diagonal blocks.
+# Factors with more rows than the default bound become diagonal blocks, and vocabularies become diagonal.
 MAX_DIM = 8192
-# Factors above the bound that have at least this many rows (vocabularies) become diagonal.
 VOCABULARY = 30_000
-# The note of a skipped layer that does not affect the loss.
 UNREACHED = "no gradient reaches it"
 
 
@@ -395,10 +392,11 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, str):
+            for layer in self.blocks:
+                if layer.name == index:
+                    return layer
             names = [layer.name for layer in self.blocks]
-            if index not in names:
-                raise KeyError(f"no layer {index!r}; the layers are {names}")
-            return self.blocks[names.index(index)]
+            raise KeyError(f"no layer {index!r}; the layers are {names}")
         return self.blocks[index]
 
     def __contains__(self, item: object) -> bool:
@@ -434,8 +432,7 @@ class Layers(Sequence[Layer]):
 
 def _table(layers: Layers) -> str:
     size = jnp.dtype(layers.dtype).itemsize
-    columns = "layer kind parameters A G positions copies factors note"
-    rows = [columns.split()]
+    rows = ["layer kind parameters A G positions copies factors note".split()]
     total = 0
     for layer in layers:
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())

@@ -39,7 +39,10 @@ def _all_foreign(value: Value) -> Axes:
 
 
 def place(
-    program: Program, num_params: int, doubled: Collection[int] | None, n: int | None
+    program: Program,
+    num_params: int,
+    doubled: Collection[int] | None,
+    n: int | None,
 ) -> None:
     """Record each array's axes, and whether the array depends on parameters, arguments and the batch.
 
@@ -64,7 +67,11 @@ def place(
     _place_all(program, n, hidden=doubled is None)
 
 
-def _place_all(program: Program, n: int | None, hidden: bool) -> None:
+def _place_all(
+    program: Program,
+    n: int | None,
+    hidden: bool,
+) -> None:
     """Record the facts about all arrays of a program, from the facts about its inputs.
 
     If the examples are `hidden`, any constant array may hold them.
@@ -87,7 +94,11 @@ def _place_all(program: Program, n: int | None, hidden: bool) -> None:
             _place_results(op, makers, n)
 
 
-def _place_results(op: Op, makers: Mapping[Value, Op], n: int | None) -> None:
+def _place_results(
+    op: Op,
+    makers: Mapping[Value, Op],
+    n: int | None,
+) -> None:
     """Record the facts about the results of an op without a program inside."""
     placed = _placed(op, makers)
     joins = _joins(op)
@@ -138,7 +149,11 @@ def _joins(op: Op) -> bool:
     return False
 
 
-def _is_fresh(indices: Value, column: int, makers: Mapping[Value, Op]) -> bool:
+def _is_fresh(
+    indices: Value,
+    column: int,
+    makers: Mapping[Value, Op],
+) -> bool:
     """Return whether an index component is independent of data, as is the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
     if not indices.from_arguments or maker is None or maker.name != "concatenate":
@@ -150,7 +165,11 @@ def _is_fresh(indices: Value, column: int, makers: Mapping[Value, Op]) -> bool:
     return False
 
 
-def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
+def _place_scan(
+    op: Op,
+    n: int | None,
+    hidden: bool,
+) -> None:
     """Record the axes inside a scan. If the scan goes over examples, each iteration sees only some of them."""
     assert op.inner and op.scan
     scan = op.scan
@@ -193,7 +212,11 @@ def _along(op: Op) -> Axis:
     return axes.pop() if len(axes) == 1 else unordered
 
 
-def _with_examples(value: Value, axes: Axes, n: int | None) -> Axes:
+def _with_examples(
+    value: Value,
+    axes: Axes,
+    n: int | None,
+) -> Axes:
     """Mark the axes of an array that grow although no operand explains their growth.
 
     An axis that grows from `n` to `2 n` holds the examples in order. All other such axes are mixed.

@@ -105,9 +105,9 @@ def find_layers(
     check_given(max_dim=max_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
-        blocks=(),
-        paths=tuple(traced.names),
-        skip=tuple(skip),
+        (),
+        tuple(traced.names),
+        tuple(skip),
         max_dim=max_dim,
         reduce=tuple(reduce),
         gradient=tuple(gradient),
@@ -287,7 +287,10 @@ def _uses_by_leaf(reads: Reads) -> Uses:
 
 
 def _keep_exact(
-    uses: Uses, reads: Reads, chosen: set[int], n: int | None
+    uses: Uses,
+    reads: Reads,
+    chosen: set[int],
+    n: int | None,
 ) -> tuple[set[int], dict[int, int]]:
     """Remove leaves without exact rows from `uses`, and note the reasons in `reads.inexact`.
 
@@ -326,7 +329,11 @@ def _keep_exact(
     return kernels, {a: b for a, b in pairs if a in uses and b in uses}
 
 
-def _inexact(uses: list[Use], reason: str, layout: Layout | None = None) -> Inexact:
+def _inexact(
+    uses: list[Use],
+    reason: str,
+    layout: Layout | None = None,
+) -> Inexact:
     read_by = sorted({use.read.name for use in uses})
     return Inexact(" and ".join(read_by), reason, layout)
 
@@ -356,7 +363,11 @@ def _why_inexact(uses: list[Use]) -> tuple[str, Layout | None]:
     return "", None
 
 
-def _companions(reads: Reads, uses: Uses, kernels: set[int]) -> dict[int, int]:
+def _companions(
+    reads: Reads,
+    uses: Uses,
+    kernels: set[int],
+) -> dict[int, int]:
     """Return the bias of each kernel and the shift of each scale.
 
     Such a leaf is only added to outputs of this kernel or scale, at most once to each. A shift is added to every output

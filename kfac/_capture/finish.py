@@ -31,7 +31,13 @@ class KroneckerSums:
       probes: each probe's shapes and dtypes, by key.
     """
 
-    def __init__(self, layer: Layer, taps: Sequence[KroneckerTap], n: int, batch: int):
+    def __init__(
+        self,
+        layer: Layer,
+        taps: Sequence[KroneckerTap],
+        n: int,
+        batch: int,
+    ):
         """Plan the probes.
 
         Args:
@@ -77,11 +83,12 @@ class KroneckerSums:
         self._shapes = shapes
         self.probes: dict[Key, Kronecker | Ragged] = {}
         for each in taps:
-            self._rows[each.key.number] += each.use.rows
-            self.probes[each.key] = kind(**arrays)
-            if each.key.role == "transposed":
+            key = each.key
+            self._rows[key.number] += each.use.rows
+            self.probes[key] = kind(**arrays)
+            if key.role == "transposed":
                 # The transpose has the layer's outputs as inputs, so `A` and `G` swap shapes.
-                self.probes[each.key] = Kronecker(arrays["G"], arrays["A"])
+                self.probes[key] = Kronecker(arrays["G"], arrays["A"])
 
     def finish(self, sums: Sequence[Any]) -> Statistics:
         """Convert the sums, in the order of `probes`, to the layer's statistics."""
@@ -161,7 +168,11 @@ class KroneckerSums:
         return kind(**arrays)
 
 
-def _products(layer: Layer, side: str, rows: jax.Array) -> jax.Array:
+def _products(
+    layer: Layer,
+    side: str,
+    rows: jax.Array,
+) -> jax.Array:
     """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
     if side in layer.diagonal:
         return jnp.sum(jnp.square(rows), axis=-2)

@@ -57,7 +57,12 @@ class Likelihood:
         target = self.sample(key, wide)
         return -jax.grad(lambda z: jnp.sum(self.log_prob(z, target)))(wide)
 
-    def times_root(self, x: jax.Array, v: jax.Array, what: str) -> jax.Array:
+    def times_root(
+        self,
+        x: jax.Array,
+        v: jax.Array,
+        what: str,
+    ) -> jax.Array:
         """Return `S(x) v` in float32 or wider.
 
         Raises:
@@ -83,7 +88,7 @@ _GAUSSIAN = Likelihood(
 )
 LIKELIHOODS = {
     "categorical": Likelihood(
-        lambda key, x: jax.random.categorical(key, x),
+        jax.random.categorical,
         lambda x, target: -optax.softmax_cross_entropy_with_integer_labels(x, target),
         _categorical_root,
     ),

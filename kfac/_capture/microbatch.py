@@ -69,14 +69,18 @@ def microbatch(
     return accumulated
 
 
-def _mean(fn: Callable, parts: PyTree, count: int) -> PyTree:
+def _mean(
+    fn: Callable,
+    parts: PyTree,
+    count: int,
+) -> PyTree:
     """Average `fn` over the `count` slices of `parts` along the leading axis."""
     zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
     for path, leaf in jax.tree.leaves_with_path(zeros):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            what = f"result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
             raise ValueError(
-                f"microbatch averages results, but {what}: make it a float, or leave it out"
+                f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
+                "make it a float, or leave it out"
             )
     evaluate = fast_in_loops(fn)
 
@@ -107,9 +111,8 @@ def _split_positions(
     positions = sorted(map(int, named))
     lengths = _leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
-        what = f"different lengths {', '.join(map(str, lengths))}"
         raise ValueError(
-            f"arrays to split have {what}: pass what all parts share apart"
+            f"arrays to split have different lengths {', '.join(map(str, lengths))}: pass what all parts share apart"
         )
     if batch_argnums is None:
         others: dict[Any, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
@@ -203,7 +206,11 @@ def every_example(
     return Thinned(positional, named, counts[rows], rows)
 
 
-def _parts(x: jax.typing.ArrayLike, count: int, argnum: int) -> jax.Array:
+def _parts(
+    x: jax.typing.ArrayLike,
+    count: int,
+    argnum: int,
+) -> jax.Array:
     """Split an array of argument number `argnum` into `count` parts, on a new leading axis."""
     shape = jnp.shape(x)
     if not shape or shape[0] % count:

@@ -354,10 +354,20 @@ class Draw:
     def _scale(self) -> float:
         return math.sqrt(self.mark.weight) / self.n
 
-    def _sampled(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+    def _sampled(
+        self,
+        x: jax.Array,
+        key: jax.Array,
+        g: jax.Array,
+    ) -> jax.Array:
         return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
 
-    def _expected(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+    def _expected(
+        self,
+        x: jax.Array,
+        key: jax.Array,
+        g: jax.Array,
+    ) -> jax.Array:
         signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
 
         def root(v):

@@ -141,15 +141,17 @@ def check_same(expected: Layers, found: Layers) -> None:
 def _rows(use: Use, examples: Collection[int]) -> list[int]:
     """Return the positions of the result's atoms that hold neither a part of the leaf nor the examples."""
     flat = flatten(use.read.y_axes)
-    others = [p for p, atom in enumerate(flat) if not atom.of_leaf]
-    return [p for p in others if p not in examples]
+    return [p for p, atom in enumerate(flat) if not (atom.of_leaf or p in examples)]
 
 
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
 
 
 def _plan_kronecker(
-    planned: Planned, layer: Layer, uses: Sequence[list[Use]], moments: bool
+    planned: Planned,
+    layer: Layer,
+    uses: Sequence[list[Use]],
+    moments: bool,
 ) -> None:
     """Put taps behind all uses of a kernel, and plan how their sums become factors.
 
@@ -200,7 +202,9 @@ def _plan_kronecker(
 
 
 def _over_devices(
-    planned: Planned, layer: Layer, taps: list[KroneckerTap]
+    planned: Planned,
+    layer: Layer,
+    taps: list[KroneckerTap],
 ) -> list[KroneckerTap]:
     """Return a layer's taps for several devices, which pack their sums.
 
@@ -234,7 +238,9 @@ def _over_devices(
 
 
 def _over_mesh(
-    tap: KroneckerTap, batch: int | None, scatter: ReduceScatter
+    tap: KroneckerTap,
+    batch: int | None,
+    scatter: ReduceScatter,
 ) -> KroneckerTap:
     """Return a tap for one device's share of the examples.
 
@@ -285,7 +291,10 @@ def _data_axis(read: Read, position: int) -> int | None:
 
 
 def _examples(
-    planned: Planned, layer: Layer, use: Use, moments: bool
+    planned: Planned,
+    layer: Layer,
+    use: Use,
+    moments: bool,
 ) -> tuple[int, ...]:
     """Return the positions of the result's atoms that hold the examples.
 
@@ -305,7 +314,9 @@ def _examples(
 
 
 def _plan_elementwise(
-    planned: Planned, layer: Layer, uses: Sequence[list[Use]]
+    planned: Planned,
+    layer: Layer,
+    uses: Sequence[list[Use]],
 ) -> None:
     """Put taps behind all uses of an elementwise layer's parameters.
 

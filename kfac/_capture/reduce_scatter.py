@@ -76,7 +76,10 @@ class ReduceScatter(NamedTuple):
         return self._over_mesh(of_device, in_specs, self._spec(0))(x, rest, g)
 
     def probe(
-        self, stack: Shape, shape: Shape, dtype: np.dtype
+        self,
+        stack: Shape,
+        shape: Shape,
+        dtype: np.dtype,
     ) -> jax.ShapeDtypeStruct:
         """Return the shape, dtype and sharding of a probe, whose cotangent is an array of packed sums.
 

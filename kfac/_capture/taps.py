@@ -90,7 +90,10 @@ class KroneckerTap:
     scatter: ReduceScatter | None = None
 
     def residuals(
-        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
+        self,
+        values: Sequence[jax.Array],
+        multiplier: jax.Array | None,
+        probes: Probes,
     ) -> Residuals:
         """Return the arrays that `statistics` needs: data, multiplier, eigenvectors and group sizes.
 
@@ -167,13 +170,15 @@ class ElementwiseTap:
     lies: PartitionSpec | None = None
 
     def residuals(
-        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
+        self,
+        values: Sequence[jax.Array],
+        multiplier: jax.Array | None,
+        probes: Probes,
     ) -> Residuals:
         """Return the arrays that `statistics` needs: the array that the parameter is multiplied with, and a multiplier.
 
         The array is None for a sum. The multiplier is None if the parameter has not been multiplied before.
         """
-        del probes
         read = self.use.read
         return values[read.other] if read.op == "mul" else None, multiplier
 
@@ -191,9 +196,13 @@ Tap = KroneckerTap | ElementwiseTap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tapped(tap: Tap, residuals: Residuals, y: jax.Array, probe: Any) -> jax.Array:
+def tapped(
+    tap: Tap,
+    residuals: Residuals,
+    y: jax.Array,
+    probe: Any,
+) -> jax.Array:
     """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
-    del tap, residuals, probe
     return y
 
 
@@ -229,11 +238,10 @@ def _together(primals, tangents):
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     tied = iter(lax.optimization_barrier(arrays))
 
-    def tie(x):
-        # Tangents that are not arrays are symbolic zeros.
-        return next(tied) if isinstance(x, jax.Array) else x
-
-    return primals[0], jax.tree.map(tie, tangents[0])
+    # Tangents that are not arrays are symbolic zeros.
+    return primals[0], jax.tree.map(
+        lambda x: next(tied) if isinstance(x, jax.Array) else x, tangents[0]
+    )
 
 
 # The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
@@ -262,13 +270,21 @@ class Plan:
         self.marks: dict[Op, tuple[Key, AtMark]] = {}
         self.inside: dict[Op, dict[Key, bool]] = {}
 
-    def place(self, tap: Tap, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
+    def place(
+        self,
+        tap: Tap,
+        keys: Sequence[Key],
+        iterated: Sequence[Op],
+    ) -> None:
         """Put a tap behind its operation. See `look_inside` for the other arguments."""
         self.taps.setdefault(tap.use.op, []).append(tap)
         self.look_inside(tap.use.op, keys, iterated)
 
     def look_inside(
-        self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()
+        self,
+        op: Op,
+        keys: Sequence[Key] = (),
+        iterated: Sequence[Op] = (),
     ) -> None:
         """Replay the bodies of the scans and remats around an op, and of the op itself if it is one.
 

@@ -117,9 +117,8 @@ def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
             raise ValueError(f"two parameter leaves have the path {name!r}; rename one")
     for name, leaf in zip(names, leaves, strict=True):
         if not is_array(leaf):
-            kind = type(leaf).__name__
             raise TypeError(
-                f"parameter {name!r} must be an array, but is of type {kind}: {HOW_TO_SPLIT}"
+                f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}: {HOW_TO_SPLIT}"
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -257,8 +256,8 @@ def _arrays_of(
 
     def filled(arrays):
         queue = iter(arrays)
-        result = [next(queue) if other is None else other for other in others]
-        return jax.tree.unflatten(structure, result)
+        leaves = [next(queue) if other is None else other for other in others]
+        return jax.tree.unflatten(structure, leaves)
 
     return arrays, filled
 
@@ -389,7 +388,11 @@ def _candidates(
             yield batches
 
 
-def leading_length(leaf: object, name: str, shared: Collection[str]) -> int | None:
+def leading_length(
+    leaf: object,
+    name: str,
+    shared: Collection[str],
+) -> int | None:
     """Return the length of a leaf's first axis, or None if the axis cannot hold examples.
 
     The leaf, called `name`, holds no examples if it is a scalar, a PRNG key or not an array, or if it is in `shared`.
@@ -440,7 +443,9 @@ def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf] = ()) -> Batch:
 
 
 def named_arguments(
-    batch_argnums: Argnums, arguments: Collection[ArgKey], count: int
+    batch_argnums: Argnums,
+    arguments: Collection[ArgKey],
+    count: int,
 ) -> list[ArgKey]:
     """Return the arguments that `batch_argnums` names.
 
@@ -463,7 +468,9 @@ def named_arguments(
 
 
 def batch_of(
-    layers: Layers, args: tuple, kwargs: Mapping[str, PyTree]
+    layers: Layers,
+    args: tuple,
+    kwargs: Mapping[str, PyTree],
 ) -> tuple[Argnums, Collection[str]]:
     """Return the arguments that hold the examples, and the shared arrays in them, as `layers` knows them.
 

@@ -235,9 +235,9 @@ class Evaluator:
             basis is not None,
             self.communication_dtype,
         )
-        n = planned.num_examples
         entries = planned.eigenvectors(basis or {})
         if key is not None:
+            n = planned.num_examples
             expected = self.fisher == "expected"
             marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
             consts = list(traced.program.consts.values())
@@ -270,8 +270,8 @@ class Evaluator:
         grads = None
         if gradients:
             grads = jax.tree.unflatten(structure, list(found.values()))
-        own_gradients = {path: found[k] for path, k in own.items()}
-        return traced.rebuild(outs), grads, Factors(factors, own_gradients)
+        factors = Factors(factors, {path: found[k] for path, k in own.items()})
+        return traced.rebuild(outs), grads, factors
 
     def _marks(self, traced: Trace) -> Marks:
         """Find the marked outputs.
@@ -303,9 +303,9 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     missing = sorted(differing - varying_in(traced.loss))
     axes = traced.program.axes_averaged_over() or missing
     if axes:
-        how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
         raise ValueError(
-            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}"
+            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: return the mean over this "
+            "device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
         )
 
 
