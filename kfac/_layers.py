@@ -5,22 +5,27 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from kfac._leaves import Layout as Layout
+from kfac._leaves import find_splits as find_splits
+from kfac._leaves import leaves_by_path as leaves_by_path
+from kfac._leaves import map_by_path as map_by_path
+
+Shape = tuple[int, ...]
+FactorShapes = dict[str, Shape]
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
-MAX_DIM = (
-    8192  # the default bound on a factor's rows; larger factors become diagonal blocks
-)
-VOCABULARY = 30_000  # factors above the bound that have at least this many rows (vocabularies) become diagonal
-UNREACHED = "no gradient reaches it"  # the note of a skipped layer that does not affect the loss
+# Factors with more rows than the default bound become diagonal blocks, and vocabularies become diagonal.
+MAX_DIM = 8192
+VOCABULARY = 30_000
+UNREACHED = "no gradient reaches it"
 
 
 class UnsupportedLayerError(ValueError):
@@ -28,46 +33,6 @@ class UnsupportedLayerError(ValueError):
 
     The message names the parameter, the operation, the reason and the way out.
     """
-
-
-class Layout(NamedTuple):
-    """How a leaf becomes a stack of matrices. An atom is an axis of the leaf or a strided part of an axis.
-
-    Attributes:
-      roles: the role of each atom in memory order: `"stack"`, `"out"` or `"in"`.
-      sizes: the length of each atom.
-    """
-
-    roles: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    def size(self, role: str) -> int:
-        return math.prod(
-            s for r, s in zip(self.roles, self.sizes, strict=True) if r == role
-        )
-
-    def _order(self) -> list[int]:
-        return [
-            k
-            for role in ("stack", "in", "out")
-            for k, r in enumerate(self.roles)
-            if r == role
-        ]
-
-    def to_rows(self, leaf):
-        """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
-        rows = leaf.reshape(self.sizes).transpose(self._order())
-        return rows.reshape(self.size("stack"), self.size("in"), self.size("out"))
-
-    def from_rows(self, rows, shape: Sequence[int]):
-        """Undo `to_rows` for a leaf of shape `shape`."""
-        order = self._order()
-        inverse = [order.index(k) for k in range(len(order))]
-        return (
-            rows.reshape([self.sizes[k] for k in order])
-            .transpose(inverse)
-            .reshape(shape)
-        )
 
 
 class BlockKind(abc.ABC):
@@ -93,13 +58,11 @@ class BlockKind(abc.ABC):
     captured: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: Layer) -> FactorShapes:
         """Return the shapes of one block's statistics."""
 
     @abc.abstractmethod
-    def of_gradients(
-        self, shapes: dict[str, tuple[int, ...]], gradients: jax.Array
-    ) -> Any:
+    def of_gradients(self, shapes: FactorShapes, gradients: jax.Array) -> Any:
         """Form gradient factors from averaged gradients.
 
         Args:
@@ -111,7 +74,7 @@ class BlockKind(abc.ABC):
         """Return the `Inverse` of these blocks, given the user's `inverse`."""
         return inverse
 
-    def layer_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+    def layer_shapes(self, layer: Layer) -> FactorShapes:
         """Return the shapes of a layer's captured statistics."""
         return self.shapes(layer)
 
@@ -154,7 +117,7 @@ class BlockKind(abc.ABC):
         """
         return packed
 
-    def sent(self, shapes: dict[str, tuple[int, ...]], stack: Any) -> Any:
+    def sent(self, shapes: FactorShapes, stack: Any) -> Any:
         """Return the received stack as statistics, which are still to be `unpacked`.
 
         Args:
@@ -164,9 +127,13 @@ class BlockKind(abc.ABC):
         return stack
 
 
-BLOCKS: dict[
-    str, BlockKind
-] = {}  # keyed by `Layer.kind`; `_curvature/blocks.py` adds the entries
+# The kinds by `Layer.kind`. `_curvature/blocks.py` adds the entries.
+BLOCKS: dict[str, BlockKind] = {}
+
+
+def _not_compared(default: Any) -> Any:
+    """Return a field of a dataclass that comparison and hash ignore."""
+    return dataclasses.field(default=default, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,11 +189,11 @@ class Layer:
     diagonal: tuple[str, ...] = ()
     cut: tuple[int, int] = (1, 1)
     weight_sharing: str = "expand"
-    told_apart: bool = dataclasses.field(default=False, compare=False)
-    note: str = dataclasses.field(default="", compare=False)
-    positions: int | None = dataclasses.field(default=None, compare=False)
-    uses: int = dataclasses.field(default=1, compare=False)
-    order: int = dataclasses.field(default=0, compare=False)
+    told_apart: bool = _not_compared(False)
+    note: str = _not_compared("")
+    positions: int | None = _not_compared(None)
+    uses: int = _not_compared(1)
+    order: int = _not_compared(0)
     overlap: float = 1.0
 
     @property
@@ -239,16 +206,14 @@ class Layer:
     @property
     def block(self) -> Any:
         """The layer's `BlockKind`. None for a skipped layer."""
-        return BLOCKS.get(
-            "diagonal" if self.kind == "gradient" and self.d_in == 1 else self.kind
-        )
+        if self.kind == "gradient" and self.d_in == 1:
+            return BLOCKS["diagonal"]
+        return BLOCKS.get(self.kind)
 
     @property
     def captured(self) -> bool:
         """Whether a `Factors` holds statistics for this layer, captured in the loss."""
-        return (
-            self.block is not None and self.block.captured and self.kind != "gradient"
-        )
+        return bool(self.block) and self.block.captured and self.kind != "gradient"
 
     @property
     def has_bias(self) -> bool:
@@ -261,7 +226,7 @@ class Layer:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def factor_shapes(self) -> FactorShapes:
         """Shapes of the layer's statistics, as in a `Factors`. Empty for a skipped layer."""
         return self.block.layer_shapes(self) if self.block else {}
 
@@ -271,12 +236,9 @@ class Layer:
 
         This needs two whole factors and per-example gradients (`told_apart`).
         """
-        return (
-            self.kind in KRONECKER_KINDS
-            and not self.diagonal
-            and self.pieces == 1
-            and self.told_apart
-        )
+        if self.kind not in KRONECKER_KINDS or self.diagonal:
+            return False
+        return self.pieces == 1 and self.told_apart
 
     @property
     def pieces(self) -> int:
@@ -290,55 +252,47 @@ class Layer:
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
-    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+    def block_shapes(self) -> FactorShapes:
         """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
-        sizes = {"A": -(-self.d_in // self.cut[0]), "G": -(-self.d_out // self.cut[1])}
-        return {
-            name: (size,) if name in self.diagonal else (size, size)
-            for name, size in sizes.items()
-        }
+        a, g = self.cut
+        sizes = {"A": math.ceil(self.d_in / a), "G": math.ceil(self.d_out / g)}
+        shapes: FactorShapes = {}
+        for name, size in sizes.items():
+            shapes[name] = (size,) if name in self.diagonal else (size, size)
+        return shapes
 
     @property
-    def side_shapes(self) -> dict[str, tuple[int, ...]]:
+    def side_shapes(self) -> FactorShapes:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
-        sides = zip(
-            self.block_shapes.items(), self.cut, (self.d_in, self.d_out), strict=True
-        )
-        return {
-            name: (size,)
-            if name in self.diagonal
-            else (count, *shape)
-            if count > 1
-            else shape
-            for (name, shape), count, size in sides
-        }
+        shapes = self.block_shapes
+        a, g = self.cut
+        if a > 1:
+            shapes["A"] = (a, *shapes["A"])
+        if g > 1:
+            shapes["G"] = (g, *shapes["G"])
+        for name in self.diagonal:
+            shapes[name] = (self.d_in if name == "A" else self.d_out,)
+        return shapes
 
     def to_pieces(self, matrix: jax.Array) -> jax.Array:
         """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
-        (a, g), (columns, rows) = (
-            self.cut,
-            (shape[0] for shape in self.block_shapes.values()),
-        )
+        a, g = self.cut
+        rows = math.ceil(self.d_out / g)
+        columns = math.ceil(self.d_in / a)
         # The matrix lacks its last column if the bias belongs to another optimizer.
-        filled = jnp.pad(
-            matrix,
-            ((0, 0), (0, g * rows - self.d_out), (0, a * columns - matrix.shape[2])),
-        )
-        return (
-            filled.reshape(-1, g, rows, a, columns)
-            .swapaxes(2, 3)
-            .reshape(-1, rows, columns)
-        )
+        below = g * rows - self.d_out
+        right = a * columns - matrix.shape[2]
+        matrix = jnp.pad(matrix, ((0, 0), (0, below), (0, right)))
+        pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
+        return pieces.reshape(-1, rows, columns)
 
     def from_pieces(self, pieces: jax.Array) -> jax.Array:
         """Undo `to_pieces`."""
-        (a, g), (rows, columns) = self.cut, pieces.shape[1:]
-        whole = (
-            pieces.reshape(-1, g, a, rows, columns)
-            .swapaxes(2, 3)
-            .reshape(-1, g * rows, a * columns)
-        )
-        return whole[:, : self.d_out, : self.d_in]
+        a, g = self.cut
+        _, rows, columns = pieces.shape
+        matrix = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3)
+        matrix = matrix.reshape(-1, g * rows, a * columns)
+        return matrix[:, : self.d_out, : self.d_in]
 
     def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """Join the layer's leaves (parameters or gradients) to one array.
@@ -355,44 +309,39 @@ class Layer:
 
     def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """Join the layer's leaves to `[copies, d_in, d_out]`, the memory order of most kernels."""
-        rows = [
-            layout.to_rows(leaf)
-            for layout, leaf in zip(self.layouts, leaves, strict=True)
-        ]
+        pairs = zip(self.layouts, leaves, strict=True)
+        rows = [layout.to_rows(leaf) for layout, leaf in pairs]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
     def from_rows(self, rows: jax.Array) -> list[jax.Array]:
         """Undo `to_rows`."""
-        ends = itertools.accumulate(layout.size("in") for layout in self.layouts)
-        parts = [
-            rows[:, end - layout.size("in") : end]
-            for layout, end in zip(self.layouts, ends, strict=True)
-        ]
-        return [
-            a.from_rows(part, shape)
-            for a, part, shape in zip(self.layouts, parts, self.shapes, strict=True)
-        ]
+        leaves = []
+        start = 0
+        for layout, shape in zip(self.layouts, self.shapes, strict=True):
+            end = start + layout.size("in")
+            leaves.append(layout.from_rows(rows[:, start:end], shape))
+            start = end
+        return leaves
 
     def describe(self) -> str:
         """Return a short description for error messages."""
-        factors = ", ".join(
-            f"{name} {list(shape)}" for name, shape in self.factor_shapes.items()
-        )
-        details = [
-            ", ".join(self.params),
-            factors or "no factors",
-            *([self.note] if self.note else []),
-        ]
+        shapes = self.factor_shapes.items()
+        factors = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
+        details = [", ".join(self.params), factors or "no factors"]
+        if self.note:
+            details.append(self.note)
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
 def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
     """Return the layer with its `k`-th leaf only. The leaf's matrix has `d_in` columns."""
-    fields = {
-        name: getattr(layer, name)[k : k + 1]
-        for name in ("params", "shapes", "layouts")
-    }
-    return dataclasses.replace(layer, d_in=d_in, **fields)
+    return dataclasses.replace(
+        layer,
+        d_in=d_in,
+        params=(layer.params[k],),
+        shapes=(layer.shapes[k],),
+        layouts=(layer.layouts[k],),
+    )
 
 
 @jax.tree_util.register_static  # allows it as an argument of a jitted function
@@ -429,15 +378,13 @@ class Layers(Sequence[Layer]):
     reduce: tuple[str, ...] = ()
     gradient: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
-    num_examples: int | None = dataclasses.field(default=None, compare=False)
-    batch_argnums: tuple[int | str, ...] = dataclasses.field(default=(), compare=False)
-    shared: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    hidden: str = dataclasses.field(default="", compare=False)
-    unclear: str = dataclasses.field(default="", compare=False)
-    dtype: str = dataclasses.field(default="float32", compare=False)
-    splits: tuple[tuple[str, PartitionSpec], ...] = dataclasses.field(
-        default=(), compare=False
-    )
+    num_examples: int | None = _not_compared(None)
+    batch_argnums: tuple[int | str, ...] = _not_compared(())
+    shared: tuple[str, ...] = _not_compared(())
+    hidden: str = _not_compared("")
+    unclear: str = _not_compared("")
+    dtype: str = _not_compared("float32")
+    splits: tuple[tuple[str, PartitionSpec], ...] = _not_compared(())
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -445,10 +392,11 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, str):
+            for layer in self.blocks:
+                if layer.name == index:
+                    return layer
             names = [layer.name for layer in self.blocks]
-            if index not in names:
-                raise KeyError(f"no layer {index!r}; the layers are {names}")
-            return self.blocks[names.index(index)]
+            raise KeyError(f"no layer {index!r}; the layers are {names}")
         return self.blocks[index]
 
     def __contains__(self, item: object) -> bool:
@@ -475,77 +423,38 @@ class Layers(Sequence[Layer]):
     @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
         """Paths of the skipped layers' leaves."""
-        return frozenset(
-            path for layer in self.blocks if not layer.block for path in layer.params
-        )
+        skipped = [layer.params for layer in self.blocks if not layer.block]
+        return frozenset().union(*skipped)
 
     def __repr__(self) -> str:
         return _table(self)
 
 
 def _table(layers: Layers) -> str:
-    header = (
-        "layer",
-        "kind",
-        "parameters",
-        "A",
-        "G",
-        "positions",
-        "copies",
-        "factors",
-        "note",
-    )
-    rows = [header]
-    total, size = 0, jnp.dtype(layers.dtype).itemsize
+    size = jnp.dtype(layers.dtype).itemsize
+    rows = ["layer kind parameters A G positions copies factors note".split()]
+    total = 0
     for layer in layers:
-        prefix = f"{layer.name}/"
-        named = zip(layer.params, layer.shapes, strict=True)
-        leaves = ", ".join(
-            f"{path.removeprefix(prefix)} {list(shape)}" for path, shape in named
-        )
         elements = sum(math.prod(shape) for shape in layer.factor_shapes.values())
         total += elements
-        a, g = layer.block.cells(layer) if layer.block else ("", "")
-        positions = "" if layer.positions is None else str(layer.positions)
-        remarks = [f"{layer.uses} uses"] * (layer.uses > 1) + ["reduce"] * (
-            layer.weight_sharing == "reduce"
-        )
-        if remarks:
-            positions = f"{positions} ({', '.join(remarks)})".strip()
-        memory = format_bytes(size * elements)
-        rows.append(
-            (
-                layer.name,
-                layer.kind,
-                leaves,
-                a,
-                g,
-                positions,
-                str(layer.copies),
-                memory,
-                layer.note,
-            )
-        )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+        rows.append(_cells(layer, format_bytes(size * elements)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
     params = sum(layer.num_params for layer in layers)
-    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    examples = (
-        ""
-        if layers.num_examples is None
-        else f"; found with {layers.num_examples} example(s)"
-    )
-    examples += f" in {where}" if where else ""
-    lines.append(
+    summary = (
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
-        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}{examples}"
+        f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}"
     )
+    if layers.num_examples is not None:
+        summary += f"; found with {layers.num_examples} example(s)"
+    if layers.batch_argnums:
+        arguments = [f"argument {key!r}" for key in layers.batch_argnums]
+        summary += f" in {' and '.join(arguments)}"
+    lines.append(summary)
     if layers.shared:
         lines.append(f"shared by all examples: {', '.join(layers.shared)}")
     if layers.hidden:
@@ -556,64 +465,36 @@ def _table(layers: Layers) -> str:
     return "\n".join(lines)
 
 
+def _cells(layer: Layer, memory: str) -> list[str]:
+    """Return a layer's row of the table."""
+    leaves = []
+    remarks = []
+    for path, shape in zip(layer.params, layer.shapes, strict=True):
+        leaves.append(f"{path.removeprefix(f'{layer.name}/')} {list(shape)}")
+    a, g = layer.block.cells(layer) if layer.block else ("", "")
+    if layer.uses > 1:
+        remarks.append(f"{layer.uses} uses")
+    if layer.weight_sharing == "reduce":
+        remarks.append("reduce")
+    positions = "" if layer.positions is None else str(layer.positions)
+    if remarks:
+        positions = f"{positions} ({', '.join(remarks)})".strip()
+    return [
+        layer.name,
+        layer.kind,
+        ", ".join(leaves),
+        a,
+        g,
+        positions,
+        str(layer.copies),
+        memory,
+        layer.note,
+    ]
+
+
 def format_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """Return the leaves' paths as `a/b/c`, in order.
-
-    A flax nnx `Variable` with a single array adds nothing to the path. A tree that is a bare array has the path
-    `params`.
-    """
-    paths = []
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[
-        0
-    ]:
-        inside = [inner for inner, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
-        for inner in [()] if _is_variable(node) and len(inside) == 1 else inside:
-            paths.append(
-                jax.tree_util.keystr((*path, *inner), simple=True, separator="/")
-                or "params"
-            )
-    return paths
-
-
-def _is_variable(node: Any) -> bool:
-    bases = (
-        base for base in type(node).__mro__ if base.__module__.startswith("flax.nnx")
-    )
-    return any(base.__name__ in ("Variable", "VariableState") for base in bases)
-
-
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a parameter or gradient tree by path."""
-    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
-
-
-def map_by_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Map `fn(path, leaf, *other_leaves)` over the leaves of `tree` and `rest`."""
-    return jax.tree.map(
-        fn, jax.tree.unflatten(jax.tree.structure(tree), leaf_paths(tree)), tree, *rest
-    )
-
-
-def find_splits(params: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return the path and spec of each parameter if any parameter is split over a mesh, otherwise an empty tuple.
-
-    Tracers count as unsplit, so the result is empty under `jit`.
-    """
-    arrays = {
-        path: x
-        for path, x in leaves_by_path(params).items()
-        if not isinstance(x, jax.core.Tracer)
-    }
-    shardings = {path: getattr(x, "sharding", None) for path, x in arrays.items()}
-    named = {
-        path: s.spec for path, s in shardings.items() if isinstance(s, NamedSharding)
-    }
-    return tuple(sorted(named.items())) if any(map(any, named.values())) else ()

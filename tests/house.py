@@ -28,7 +28,7 @@ READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters",
 
 # The rooms in the order of their imports: each may import from the same row and from those above.
 ROOMS = (
-    ("_layers", "_factors", "_packing", "_varying", "_checks"),
+    ("_layers", "_leaves", "_factors", "_packing", "_varying", "_checks"),
     ("_statistics",),
     ("_capture",),
     ("_curvature",),

@@ -40,7 +40,7 @@ def setting(dtype=jnp.float64):
         "both": normal(9, 8),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
+        patch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
         layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
 
     def moment(shape):

@@ -117,7 +117,7 @@ def test_very_oblong_kernels_have_eight_pieces_but_heads_stay_whole(shape, piece
 
 
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
-    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 8)
+    monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)
     whole = run(loss, params, batch)[2]
     layers, _, found = run(loss, params, batch, max_dim=5)
@@ -153,7 +153,7 @@ def dense(kind, a, g, v, damping):
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 3), (kfac.Ekfac(), 8192)])
 def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, monkeypatch):
     """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
-    monkeypatch.setattr("kfac._capture.find_layers.ROWS", rows)
+    monkeypatch.setattr("kfac._capture.make_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=4)
     tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
@@ -221,7 +221,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
 
 def test_a_table_that_is_the_head_too(x64, monkeypatch):
     """Its two uses are brought together as those of whole factors are, before they are cut."""
-    monkeypatch.setattr("kfac._capture.find_layers.ROWS", 3)
+    monkeypatch.setattr("kfac._capture.make_layers.ROWS", 3)
     params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
     whole = run(tied_loss, params, (batch,))[2]
     layers, _, found = run(tied_loss, params, (batch,), max_dim=4)
@@ -258,7 +258,7 @@ def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
 @pytest.mark.slow
 @pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 8192)])
 def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
-    monkeypatch.setattr("kfac._capture.find_layers.ROWS", rows)
+    monkeypatch.setattr("kfac._capture.make_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_dim=5)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -288,8 +288,8 @@ def test_bad_bounds(value):
 @pytest.mark.parametrize(("size", "words"), [(7, 100), (8, 100), (7, 6)])
 def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, monkeypatch):
     """Blocks of the kernel stay where they are, with zeros in the place of the 1; a diagonal is cut, too."""
-    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)
-    monkeypatch.setattr("kfac._capture.find_layers.ROWS", 4)
+    monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", words)
+    monkeypatch.setattr("kfac._capture.make_layers.ROWS", 4)
 
     def loss(p, x):
         return jnp.mean(jnp.sum(jnp.sin(x @ p["w"] + p["b"]), axis=1))

@@ -213,7 +213,7 @@ def test_under_jit_over_a_mesh():
 )
 def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
     """Each piece has factors of its own; a diagonal is that of the whole."""
-    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", words)
+    monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", words)
     layers = found_layers(max_dim=max_dim)
     tx = kfac.scale_by_kfac(layers, factor_decay=0.75)
     diagonal, cut = (("A",) if max_dim == 5 else ("A", "G")), ((2, 1) if max_dim == 5 else (3, 2))

@@ -343,7 +343,7 @@ def test_copies_read_backwards(x64):
 def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):
     """The statistics of a flipped kernel are those of the kernel as it is used, read backwards."""
     monkeypatch.setattr(kfac._statistics.convolution, "FEW_CHANNELS", few)
-    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 13)
+    monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 13)
 
     def loss(p, x, t, flip=True):
         w = p["conv"]["w"][::-1, ::-1] if flip else p["conv"]["w"]

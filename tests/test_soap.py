@@ -251,7 +251,7 @@ def test_a_gradient_that_is_not_finite_leaves_moments_alone():
 
 
 def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
-    monkeypatch.setattr("kfac._capture.find_layers.VOCABULARY", 4)
+    monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 4)
     layers = kfac.find_layers(problem.loss_fn, problem.initial(), problem.batch(0), max_dim=3)
     tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(), damping=1e-3)
     grads = problem.measured(0)[0]

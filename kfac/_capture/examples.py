@@ -8,16 +8,41 @@ exact, but no row is known to belong to a particular example.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 
 from kfac._capture import axes as axes_lib
 from kfac._capture import primitives
 from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
 from kfac._capture.program import Op, Program, Value
 
+# The attributes of a `Value` that this module sets.
+FACTS = ("axes", "of_batch", "from_arguments", "concatenated", "leaves")
+_facts = operator.attrgetter(*FACTS)
+
+
+def _copy(value: Value, other: Value) -> None:
+    for name in FACTS:
+        setattr(value, name, getattr(other, name))
+
+
+def _add(value: Value, other: Value) -> None:
+    """Record that `value` depends on all that `other` depends on."""
+    value.of_batch |= other.of_batch
+    value.from_arguments |= other.from_arguments
+    value.concatenated |= other.concatenated
+    value.leaves |= other.leaves
+
+
+def _all_foreign(value: Value) -> Axes:
+    return tuple(map(foreign, value.shape))
+
 
 def place(
-    program: Program, num_params: int, doubled: Collection[int] | None, n: int | None
+    program: Program,
+    num_params: int,
+    doubled: Collection[int] | None,
+    n: int | None,
 ) -> None:
     """Record each array's axes, and whether the array depends on parameters, arguments and the batch.
 
@@ -30,23 +55,29 @@ def place(
     """
     for k, value in enumerate(program.inputs):
         held = doubled is not None and k - num_params in doubled
-        value.axes = tuple(map(foreign, value.shape))
+        value.axes = _all_foreign(value)
         if held and n:
             # The rows of a batch with another length do not correspond to the `n` examples.
-            value.axes = (
-                examples(n) if value.shape[0] == n else mixed(value.shape[0]),
-                *value.axes[1:],
-            )
+            rows = value.shape[0]
+            axis = examples(n) if rows == n else mixed(rows)
+            value.axes = (axis, *value.axes[1:])
         value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
         value.of_batch = held or (value.from_arguments and doubled is None)
     _place_all(program, n, hidden=doubled is None)
 
 
-def _place_all(program: Program, n: int | None, hidden: bool) -> None:
+def _place_all(
+    program: Program,
+    n: int | None,
+    hidden: bool,
+) -> None:
+    """Record the facts about all arrays of a program, from the facts about its inputs.
+
+    If the examples are `hidden`, any constant array may hold them.
+    """
     for value in program.consts:
-        value.axes = _with_examples(value, tuple(map(foreign, value.shape)), n)
-        # If the examples are unknown, any constant array may hold them.
+        value.axes = _with_examples(value, _all_foreign(value), n)
         value.of_batch = (hidden and value.size > 1) or any(value.grown)
     makers: dict[Value, Op] = {}
     for op in program.ops:
@@ -54,41 +85,51 @@ def _place_all(program: Program, n: int | None, hidden: bool) -> None:
         if op.scan:
             _place_scan(op, n, hidden)
         elif op.inner:
-            for inside, value in zip(op.inner.inputs, op.inputs, strict=True):
-                _copy(inside, value)
+            for k, value in enumerate(op.inputs):
+                _copy(op.inner.inputs[k], value)
             _place_all(op.inner, n, hidden)
-            for value, inside in zip(op.outputs, op.inner.outputs, strict=True):
-                _copy(value, inside)
-        else:
-            placed = _placed(op, makers)
             for k, value in enumerate(op.outputs):
-                said = _suggested(value, op.inputs) if placed is None else placed[k]
-                value.axes = _with_examples(value, said, n)
-                value.of_batch = any(value.grown) or any(v.of_batch for v in op.inputs)
-                value.from_arguments = any(v.from_arguments for v in op.inputs)
-                value.concatenated = any(v.concatenated for v in op.inputs) or _joins(
-                    op
-                )
-                value.leaves = frozenset[int]().union(
-                    *(v.leaves for v in op.inputs if op.alive)
-                )
+                _copy(value, op.inner.outputs[k])
+        else:
+            _place_results(op, makers, n)
 
 
-def _placed(op: Op, makers: dict[Value, Op]) -> list[Axes] | None:
+def _place_results(
+    op: Op,
+    makers: Mapping[Value, Op],
+    n: int | None,
+) -> None:
+    """Record the facts about the results of an op without a program inside."""
+    placed = _placed(op, makers)
+    joins = _joins(op)
+    for k, value in enumerate(op.outputs):
+        axes = _suggested(value, op.inputs) if placed is None else placed[k]
+        value.axes = _with_examples(value, axes, n)
+        value.of_batch = any(value.grown)
+        value.concatenated = joins
+        for other in op.inputs:
+            _add(value, other)
+        if not op.alive:
+            value.leaves = frozenset()
+
+
+def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
     """Return the result axes of an operation on data, or None if the operation says nothing about them."""
     if op.name == "gather" or op.name.startswith("scatter"):
         indices = op.inputs[1]
         fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
         return [primitives.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
-    axes = [value.axes or tuple(map(foreign, value.shape)) for value in op.inputs]
+    axes = [value.axes or _all_foreign(value) for value in op.inputs]
     if any(value.from_arguments and any(value.grown) for value in op.inputs):
         # Constants that grow with the batch, such as zeros, take the order of the data.
         for k, value in enumerate(op.inputs):
-            if not value.from_arguments:
-                grown = zip(axes[k], value.shape, value.grown, strict=True)
-                axes[k] = tuple(
-                    foreign(size) if longer else axis for axis, size, longer in grown
-                )
+            if value.from_arguments:
+                continue
+            of_value = list(axes[k])
+            for position, size in enumerate(value.shape):
+                if value.grown[position]:
+                    of_value[position] = foreign(size)
+            axes[k] = tuple(of_value)
     return primitives.placed(op.eqn, axes)
 
 
@@ -100,19 +141,19 @@ def _joins(op: Op) -> bool:
     if op.name != "concatenate":
         return False
     (result,) = op.outputs
-    sizes = zip(
-        result.shape,
-        result.twice or result.shape,
-        *(value.shape for value in op.inputs),
-        strict=True,
-    )
-    return any(
-        size != twice != 2 * size and {size} != set(parts)
-        for size, twice, *parts in sizes
-    )
+    twice = result.twice or result.shape
+    for k, size in enumerate(result.shape):
+        parts = {value.shape[k] for value in op.inputs}
+        if twice[k] not in (size, 2 * size) and parts != {size}:
+            return True
+    return False
 
 
-def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
+def _is_fresh(
+    indices: Value,
+    column: int,
+    makers: Mapping[Value, Op],
+) -> bool:
     """Return whether an index component is independent of data, as is the first in `x[jnp.arange(n), k]`."""
     maker = makers.get(indices)
     if not indices.from_arguments or maker is None or maker.name != "concatenate":
@@ -124,53 +165,38 @@ def _is_fresh(indices: Value, column: int, makers: dict[Value, Op]) -> bool:
     return False
 
 
-def _copy(value: Value, other: Value) -> None:
-    (
-        value.axes,
-        value.of_batch,
-        value.from_arguments,
-        value.concatenated,
-        value.leaves,
-    ) = _facts(other)
-
-
-def _facts(value: Value) -> tuple[Axes, bool, bool, bool, frozenset[int]]:
-    return (
-        value.axes,
-        value.of_batch,
-        value.from_arguments,
-        value.concatenated,
-        value.leaves,
-    )
-
-
-def _place_scan(op: Op, n: int | None, hidden: bool) -> None:
+def _place_scan(
+    op: Op,
+    n: int | None,
+    hidden: bool,
+) -> None:
     """Record the axes inside a scan. If the scan goes over examples, each iteration sees only some of them."""
     assert op.inner and op.scan
-    scan, inside = op.scan, op.inner.inputs
-    for k, (sliced, value) in enumerate(zip(inside, op.inputs, strict=True)):
-        _copy(sliced, value)
-        sliced.axes = value.axes[1:] if k >= scan.last else value.axes
+    scan = op.scan
+    inside = op.inner.inputs
+    for k, value in enumerate(op.inputs):
+        _copy(inside[k], value)
+        if k >= scan.last:
+            inside[k].axes = value.axes[1:]
     carry = inside[scan.consts : scan.last]
-    while (
-        True
-    ):  # a carry may begin to depend on data, or lose its order, in a later iteration
+    # A carry may begin to depend on data, or lose its order, in a later iteration.
+    changed = True
+    while changed:
         _place_all(op.inner, n, hidden)
         before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
             start.axes = tuple(a if a == b else mixed(size) for a, b, size in pairs)
-            start.of_batch |= end.of_batch
-            start.from_arguments |= end.from_arguments
-            start.concatenated |= end.concatenated
-            start.leaves |= end.leaves
-        if before == list(map(_facts, carry)):
-            break
+            _add(start, end)
+        changed = before != list(map(_facts, carry))
     op.along = _along(op)
-    for k, (value, end) in enumerate(zip(op.outputs, op.inner.outputs, strict=True)):
-        _copy(value, end if k >= scan.carried else carry[k])
-        value.leaves = end.leaves
-        if k >= scan.carried:
+    for k, value in enumerate(op.outputs):
+        end = op.inner.outputs[k]
+        if k < scan.carried:
+            _copy(value, carry[k])
+            value.leaves = end.leaves
+        else:
+            _copy(value, end)
             value.axes = (op.along, *end.axes)
             value.of_batch |= op.longer
 
@@ -180,23 +206,31 @@ def _along(op: Op) -> Axis:
     assert op.scan
     if not op.longer:
         return foreign(op.scan.length)
-    axes = {value.axes[0] for value in op.inputs[op.scan.last :] if value.grown[0]} - {
-        mixed(op.scan.length)
-    }
-    return axes.pop() if len(axes) == 1 else mixed(op.scan.length)
+    unordered = mixed(op.scan.length)
+    sliced = op.inputs[op.scan.last :]
+    axes = {value.axes[0] for value in sliced if value.grown[0]} - {unordered}
+    return axes.pop() if len(axes) == 1 else unordered
 
 
-def _with_examples(value: Value, said: Axes, n: int | None) -> Axes:
+def _with_examples(
+    value: Value,
+    axes: Axes,
+    n: int | None,
+) -> Axes:
     """Mark the axes of an array that grow although no operand explains their growth.
 
     An axis that grows from `n` to `2 n` holds the examples in order. All other such axes are mixed.
     """
-    result = list(said)
-    for k, (size, twice) in enumerate(
-        zip(value.shape, value.twice or value.shape, strict=True)
-    ):
-        if size != twice and n and n > 1 and not axes_lib.holds_examples(said[k]):
-            result[k] = examples(n) if (size, twice) == (n, 2 * n) else mixed(size)
+    if not n or n == 1:
+        return axes
+    result = list(axes)
+    twice = value.twice or value.shape
+    for k, size in enumerate(value.shape):
+        if size == twice[k] or axes_lib.holds_examples(axes[k]):
+            continue
+        result[k] = mixed(size)
+        if (size, twice[k]) == (n, 2 * n):
+            result[k] = examples(n)
     return tuple(result)
 
 
@@ -208,26 +242,16 @@ def _suggested(value: Value, inputs: Sequence[Value]) -> Axes:
     """
     result = []
     for size, grown in zip(value.shape, value.grown, strict=True):
-        pairs = (
-            [
-                pair
-                for v in inputs
-                for pair in zip(v.axes, v.shape, v.grown, strict=True)
-            ]
-            if grown
-            else []
-        )
-        candidates = {
-            axis for axis, length, longer in pairs if length == size and longer
-        } - {mixed(size)}
-        taken = any(longer for *_, longer in pairs)
-        result.append(
-            candidates.pop()
-            if len(candidates) == 1
-            else mixed(size)
-            if taken
-            else foreign(size)
-        )
+        axis = foreign(size)
+        candidates = set()
+        for other in inputs if grown else ():
+            for k, longer in enumerate(other.grown):
+                if longer:
+                    axis = mixed(size)
+                    if other.shape[k] == size:
+                        candidates.add(other.axes[k])
+        candidates.discard(mixed(size))
+        result.append(candidates.pop() if len(candidates) == 1 else axis)
     return tuple(result)
 
 
@@ -246,12 +270,10 @@ def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
         if atom.axis == axes_lib.EXAMPLES and not atom.flipped:
             by_stride.setdefault(atom.stride, position)
     inner = 1
-    for stride in sorted(by_stride):
+    for stride, position in sorted(by_stride.items()):
         if stride != inner:
             return None
-        inner *= flat[by_stride[stride]].size
-    return (
-        tuple(by_stride[stride] for stride in sorted(by_stride, reverse=True))
-        if inner == n
-        else None
-    )
+        inner *= flat[position].size
+    if inner != n:
+        return None
+    return tuple(by_stride[stride] for stride in sorted(by_stride, reverse=True))

@@ -42,14 +42,13 @@ class Likelihood:
 
     def __post_init__(self):
         """Check the arguments."""
-        for name in (
-            "sample",
-            "log_prob",
-            *(["root"] if self.root is not None else []),
-        ):
-            if not callable(getattr(self, name)):
+        for name in ("sample", "log_prob", "root"):
+            value = getattr(self, name)
+            if name == "root" and value is None:
+                continue
+            if not callable(value):
                 raise ValueError(
-                    f"{name} of a Likelihood must be a function, but is {getattr(self, name)!r}"
+                    f"{name} of a Likelihood must be a function, but is {value!r}"
                 )
 
     def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -58,7 +57,12 @@ class Likelihood:
         target = self.sample(key, wide)
         return -jax.grad(lambda z: jnp.sum(self.log_prob(z, target)))(wide)
 
-    def times_root(self, x: jax.Array, v: jax.Array, what: str) -> jax.Array:
+    def times_root(
+        self,
+        x: jax.Array,
+        v: jax.Array,
+        what: str,
+    ) -> jax.Array:
         """Return `S(x) v` in float32 or wider.
 
         Raises:
@@ -84,7 +88,7 @@ _GAUSSIAN = Likelihood(
 )
 LIKELIHOODS = {
     "categorical": Likelihood(
-        lambda key, x: jax.random.categorical(key, x),
+        jax.random.categorical,
         lambda x, target: -optax.softmax_cross_entropy_with_integer_labels(x, target),
         _categorical_root,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,10 @@ from jax import lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
-from kfac._capture.trace import is_array, is_key, named_arguments
+from kfac._capture.trace import ArgKey, is_key, leading_length, named_arguments
 from kfac._checks import check, check_given
 from kfac._layers import Layers
+from kfac._leaves import PyTree
 from kfac._varying import zeros_of
 
 
@@ -53,50 +54,50 @@ def microbatch(
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
-        positions = split_positions(args, kwargs, batch_argnums)
-        parts = [
-            jax.tree.map(lambda x, k=k: _parts(x, num_microbatches, k), args[k])
-            for k in positions
-        ]
+        parts = {}
+        for k in _split_positions(args, kwargs, batch_argnums):
+            split = functools.partial(_parts, count=num_microbatches, argnum=k)
+            parts[k] = jax.tree.map(split, args[k])
 
         def one(numbered):
             number, parts = numbered
-            full = list(args)
-            for k, part in zip(positions, parts, strict=True):
-                full[k] = part
+            full = [parts.get(k, argument) for k, argument in enumerate(args)]
             return fn(*full, **with_own_key(kwargs, number))
 
-        numbered = jnp.arange(num_microbatches), parts
-        first = jax.tree.map(lambda x: x[0], numbered)
-        zeros = zeros_of(one, first)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(zeros)[0]:
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                what = f"result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}"
-                raise ValueError(
-                    f"microbatch averages results, but {what}: make it a float, or leave it out"
-                )
-
-        def widen(x):
-            return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-        evaluate = fast_in_loops(one)
-
-        def step(total, part):
-            return jax.tree.map(
-                lambda t, x: t + x.astype(t.dtype), total, evaluate(part)
-            ), None
-
-        total, _ = lax.scan(step, jax.tree.map(widen, zeros), numbered)
-        return jax.tree.map(
-            lambda t, x: (t / num_microbatches).astype(x.dtype), total, zeros
-        )
+        return _mean(one, (jnp.arange(num_microbatches), parts), num_microbatches)
 
     return accumulated
 
 
-def split_positions(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+def _mean(
+    fn: Callable,
+    parts: PyTree,
+    count: int,
+) -> PyTree:
+    """Average `fn` over the `count` slices of `parts` along the leading axis."""
+    zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
+    for path, leaf in jax.tree.leaves_with_path(zeros):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
+                "make it a float, or leave it out"
+            )
+    evaluate = fast_in_loops(fn)
+
+    def widen(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def add(total, part):
+        result = evaluate(part)
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, result), None
+
+    total, _ = lax.scan(add, jax.tree.map(widen, zeros), parts)
+    return jax.tree.map(lambda t, x: (t / count).astype(x.dtype), total, zeros)
+
+
+def _split_positions(
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     batch_argnums: int | Sequence[int] | None,
 ) -> list[int]:
     """Return the sorted positions of the arguments to split.
@@ -106,26 +107,31 @@ def split_positions(
         `batch_argnums` is None and another argument has an array of the same leading length.
     """
     argnums = 1 if batch_argnums is None else batch_argnums
-    positions = sorted(
-        int(k) for k in named_arguments(argnums, range(1, len(args)), len(args) - 1)
-    )
-    lengths = leading_lengths([args[k] for k in positions])
+    named = named_arguments(argnums, range(1, len(args)), len(args) - 1)
+    positions = sorted(map(int, named))
+    lengths = _leading_lengths([args[k] for k in positions])
     if len(lengths) > 1:
-        what = f"different lengths {', '.join(map(str, lengths))}"
         raise ValueError(
-            f"arrays to split have {what}: pass what all parts share apart"
+            f"arrays to split have different lengths {', '.join(map(str, lengths))}: pass what all parts share apart"
         )
-    beside: list[tuple[int | str, Any]] = [
-        (k, x) for k, x in enumerate(args) if k and k not in positions
-    ]
-    for name, argument in [*beside, *kwargs.items()] if batch_argnums is None else ():
-        arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
-        if both := leading_lengths(arrays).keys() & lengths.keys():
-            raise ValueError(
-                f"argument 1 is split along its leading axis of length {both.pop()}, and argument {name!r} is as long: "
-                "say batch_argnums=1 if it is not of the batch, else name all arguments that are, batch_argnums=(1, 2)"
-            )
+    if batch_argnums is None:
+        others: dict[Any, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
+        for name, argument in others.items():
+            arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
+            for length in _leading_lengths(arrays):
+                if length in lengths:
+                    raise ValueError(
+                        f"argument 1 is split along its leading axis of length {length}, and argument {name!r} is as "
+                        "long: say batch_argnums=1 if it is not of the batch, else name all arguments that are, "
+                        "batch_argnums=(1, 2)"
+                    )
     return positions
+
+
+def _leading_lengths(tree: PyTree) -> list[int]:
+    """Return the distinct leading lengths of all leaves with an axis, in leaf order."""
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+    return list(dict.fromkeys(shape[0] for shape in shapes if shape))
 
 
 class Thinned(NamedTuple):
@@ -138,20 +144,20 @@ class Thinned(NamedTuple):
       rows: the number of examples in the whole batch.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
     kept: int
     rows: int
 
     def of(self, num_examples: int | None) -> int | None:
         """Scale a user's number of examples from the whole batch to the part, rounded down. None stays None."""
-        return num_examples and num_examples * self.kept // self.rows
+        return None if num_examples is None else num_examples * self.kept // self.rows
 
 
 def every_example(
     layers: Layers,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     every: int,
     multiple: int = 1,
 ) -> Thinned:
@@ -174,53 +180,48 @@ def every_example(
         )
     counts = {1: 1}  # numbers of kept examples, by leading length
 
-    def thinned(key, argument):
+    def thinned(key: ArgKey, argument: PyTree) -> PyTree:
+        if key not in layers.batch_argnums:
+            return argument
+
         def thin(path, leaf):
             name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-            if (
-                not is_array(leaf)
-                or not leaf.shape
-                or is_key(leaf)
-                or name in layers.shared
-            ):
+            rows = leading_length(leaf, name, layers.shared)
+            if rows is None:
                 return leaf
-            rows = leaf.shape[0]
-            count = counts[rows] = rows // (every * multiple) * multiple or rows
+            count = rows // (every * multiple) * multiple or rows
+            counts[rows] = count
             if count == rows:
                 return leaf
             # Neighbouring examples lie on the same device, so the result is sharded like the batch. Without the
             # barrier, XLA for GPUs (jaxlib 0.10.2) merges this slice into a matrix product and aborts.
-            return lax.optimization_barrier(
-                leaf[: count * every].reshape(count, every, *leaf.shape[1:])[:, 0]
-            )
+            groups = leaf[: count * every].reshape(count, every, *leaf.shape[1:])
+            return lax.optimization_barrier(groups[:, 0])
 
-        return jax.tree_util.tree_map_with_path(thin, argument)
+        return jax.tree.map_with_path(thin, argument)
 
-    positional = tuple(
-        thinned(k, x) if k in layers.batch_argnums else x for k, x in enumerate(args, 1)
-    )
-    named = {
-        k: thinned(k, x) if k in layers.batch_argnums else x for k, x in kwargs.items()
-    }
-    return Thinned(positional, named, counts[max(counts)], max(counts))
+    positional = tuple(thinned(key, x) for key, x in enumerate(args, 1))
+    named = {key: thinned(key, x) for key, x in kwargs.items()}
+    rows = max(counts)
+    return Thinned(positional, named, counts[rows], rows)
 
 
-def leading_lengths(tree: Any) -> dict[int, None]:
-    """Return the distinct leading lengths of all leaves with an axis, in leaf order, as dictionary keys."""
-    return {jnp.shape(x)[0]: None for x in jax.tree.leaves(tree) if jnp.shape(x)}
-
-
-def _parts(x: Any, count: int, argnum: int) -> jax.Array:
+def _parts(
+    x: jax.typing.ArrayLike,
+    count: int,
+    argnum: int,
+) -> jax.Array:
+    """Split an array of argument number `argnum` into `count` parts, on a new leading axis."""
     shape = jnp.shape(x)
     if not shape or shape[0] % count:
         what = f"leading axis of length {shape[0]}" if shape else "no leading axis"
         raise ValueError(
             f"num_microbatches={count} does not divide argument {argnum}: an array in it has {what}"
         )
-    split = jax.typeof(x).sharding.spec[
-        0
-    ]  # the explicit mesh axes that split the leading axis
+    # The explicit mesh axes that split the leading axis.
+    split = jax.typeof(x).sharding.spec[0]
+    rows = shape[0] // count
     if split is None:
-        return jnp.reshape(x, (count, shape[0] // count, *shape[1:]))
+        return jnp.reshape(x, (count, rows, *shape[1:]))
     # Each part takes every `count`-th example, so it is sharded like the batch. Neighbours would lie on a few devices.
-    return jnp.reshape(x, (shape[0] // count, count, *shape[1:])).swapaxes(0, 1)
+    return jnp.reshape(x, (rows, count, *shape[1:])).swapaxes(0, 1)

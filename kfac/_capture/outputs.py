@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
 from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Batch, Trace, is_key, trace
+from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
 from kfac._checks import check
+from kfac._leaves import PyTree
 from kfac._statistics.rows import accumulator
 from kfac._varying import as_varying, varying_axes, whole
 
@@ -87,12 +88,8 @@ def output(
             "the output must have an axis of features, but is a scalar: pass x[..., None]"
         )
     # `vmap` may put its axis anywhere, but `expand_dims` moves it to the front, so the features stay last.
-    return lax.squeeze(
-        checkpoint_name(
-            lax.expand_dims(x, (0,)), f"{equations.MARK}{name}/{float(weight)!r}"
-        ),
-        (0,),
-    )
+    mark = f"{equations.MARK}{name}/{float(weight)!r}"
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), mark), (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,7 +97,7 @@ class Mark:
     """A marked output that reaches the loss.
 
     Attributes:
-      key: the mark's key among the probes, `("", k)`. No layer uses such a key.
+      key: the mark's key among the probes.
       op: the marking operation.
       likelihood: the distribution of the targets.
       weight: the `weight` argument of `output`.
@@ -135,8 +132,14 @@ class Mark:
         return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
 
 
-@dataclasses.dataclass(frozen=True)
-class Marks:
+MARK_EACH = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
+
+
+# The uses of each kernel, by the kernel's path.
+Kernels = Mapping[str, Sequence[Use]]
+
+
+class Marks(NamedTuple):
     """All marked outputs of a traced loss, in program order."""
 
     marks: tuple[Mark, ...]
@@ -149,7 +152,7 @@ class Marks:
         self,
         asked: int | None,
         batch: Batch,
-        kernels: dict[str, list[Use]],
+        kernels: Kernels,
         unmarked: bool = False,
         joined: str = "",
     ) -> tuple[int | None, str]:
@@ -170,74 +173,82 @@ class Marks:
           ValueError: `asked` is not a positive int, is larger than the number of positions at which kernels are read,
             or is given for several batches without marks.
         """
-        rows = {mark.rows: mark for mark in self.marks}
         hidden = batch.num_examples is None
         # Numbers of rows in terms without a mark. If the loss hides its examples, the rows may be a second batch.
-        beside = {
-            use.rows: name
-            for name, uses in kernels.items()
-            for use in uses
-            if hidden and use.op.product and use.op.unmarked
-        }
-        apart = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
+        beside: dict[int, str] = {}
+        if hidden:
+            for name, uses in kernels.items():
+                for use in uses:
+                    if use.op.product and use.op.unmarked:
+                        beside[use.rows] = name
         if asked is not None:
-            check(num_examples=asked)
-            if batch.several and not rows:
-                raise ValueError(
-                    f"num_examples={asked} says nothing of a second batch, but {batch.hidden}.{apart}"
-                )
-            read = {
-                name: sum(use.rows for use in uses)
-                for name, uses in kernels.items()
-                if uses
-            }
-            most, few = (
-                max(read, key=lambda name: read[name], default=""),
-                min(beside, default=asked),
-            )
-            if read and asked > read[most]:
-                places = f"the {read[most]} position(s) at which {most!r} is read, the most of all kernels"
-                raise ValueError(f"num_examples={asked} is more than {places}")
-            if asked > few:
-                places = f"the {few} position(s) at which {beside[few]!r} is read, maybe of a second batch"
-                raise ValueError(f"num_examples={asked} is more than {places}.{apart}")
+            self._check_asked(asked, batch, kernels, beside)
             return asked, ""
-        for mark in rows.values():
-            if mark.value.grown[-1]:
-                return None, (
-                    "the marked output has one axis, which is that of its features, but it holds the examples: give "
-                    "the features an axis of their own, kfac.output(x[:, None], ...)"
-                )
+        rows = {mark.rows: mark for mark in self.marks}
+        if any(mark.value.grown[-1] for mark in rows.values()):
+            return None, (
+                "the marked output has one axis, which is that of its features, but it holds the examples: give "
+                "the features an axis of their own, kfac.output(x[:, None], ...)"
+            )
         # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
-        of_batch = (
-            hidden or not unmarked or any(mark.value.of_batch for mark in self.marks)
-        )
-        if len(rows) == 1 and of_batch and beside.keys() <= rows.keys():
-            return next(iter(rows)), ""
-        if not (hidden or batch.several or (joined and not rows)):
+        if hidden or not unmarked or any(mark.value.of_batch for mark in self.marks):
+            if len(rows) == 1 and beside.keys() <= rows.keys():
+                return next(iter(rows)), ""
+        if not hidden and not batch.several and (rows or not joined):
             return batch.num_examples, ""
-        why, how = (
-            batch.hidden or "a weight counts in units of one of them",
-            " Pass num_examples= to value_and_grad",
-        )
+
+        why = batch.hidden or "a weight counts in units of one of them"
+        how = " Pass num_examples= to value_and_grad"
         if rows:
-            seen = " and ".join(
-                f"{count} ({list(mark.value.shape)})" for count, mark in rows.items()
-            )
-            why = f"the marked outputs have {seen} rows,{' other terms of the loss no mark,' * bool(beside)} and {why}"
-            how += ", and mark the other terms too, kfac.output(..., weight=)" * bool(
-                beside
-            )
+            counts = []
+            for count, mark in rows.items():
+                counts.append(f"{count} ({list(mark.value.shape)})")
+            others = ""
+            if beside:
+                others = " other terms of the loss no mark,"
+                how += ", and mark the other terms too, kfac.output(..., weight=)"
+            why = f"the marked outputs have {' and '.join(counts)} rows,{others} and {why}"
         elif batch.several and not joined:
-            how = f"{apart}, and pass num_examples= to value_and_grad"
+            how = f"{MARK_EACH}, and pass num_examples= to value_and_grad"
         else:
-            why = (
-                f"{joined} reads rows of the batch joined with others"
-                if joined
-                else why
-            )
+            if joined:
+                why = f"{joined} reads rows of the batch joined with others"
             how += ", or mark the output with kfac.output; or pass the batch as an argument, named by batch_argnums="
         return None, f"the number of examples is not clear: {why}.{how}"
+
+    def _check_asked(
+        self,
+        asked: int,
+        batch: Batch,
+        kernels: Kernels,
+        beside: Mapping[int, str],
+    ) -> None:
+        """Raise if the user's number of examples cannot be right.
+
+        `beside` maps the numbers of rows in terms without a mark to a kernel that reads them. See `num_examples`.
+        """
+        check(num_examples=asked)
+        message = f"num_examples={asked}"
+        if batch.several and not self.marks:
+            raise ValueError(
+                f"{message} says nothing of a second batch, but {batch.hidden}.{MARK_EACH}"
+            )
+        most = 0
+        for name, uses in kernels.items():
+            rows = sum(use.rows for use in uses)
+            if rows > most:
+                most = rows
+                kernel = name
+        if 0 < most < asked:
+            raise ValueError(
+                f"{message} is more than the {most} position(s) at which {kernel!r} is read, the most of all kernels"
+            )
+        few = min(beside, default=asked)
+        if few < asked:
+            raise ValueError(
+                f"{message} is more than the {few} position(s) at which {beside[few]!r} is read, maybe of a second "
+                f"batch.{MARK_EACH}"
+            )
 
     def require(self, what: str, traced: Trace, skipped: Collection[str]) -> None:
         """Check that every parameter that reaches the loss also reaches a mark, except the `skipped` paths.
@@ -246,19 +257,19 @@ class Marks:
           ValueError: the loss has no mark, or such a parameter reaches no mark. `what` names the caller in the message.
         """
         if not self.marks:
-            how = "logits = kfac.output(logits, 'categorical')"
             raise ValueError(
-                f"{what} needs the output of the network: mark it inside loss_fn, {how}"
+                f"{what} needs the output of the network: mark it inside loss_fn, logits = kfac.output(logits, "
+                "'categorical')"
             )
         reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
-        unreached = sorted(traced.program.outputs[0].leaves - reached)
-        if missing := [
-            name
-            for name in (traced.names[leaf] for leaf in unreached)
-            if name not in skipped
-        ]:
+        missing = []
+        for leaf in sorted(traced.program.outputs[0].leaves - reached):
+            name = traced.names[leaf]
+            if name not in skipped:
+                missing.append(repr(name))
+        if missing:
             raise ValueError(
-                f"{what}: the loss depends on {', '.join(map(repr, missing[:5]))}, but no marked output does: mark "
+                f"{what}: the loss depends on {', '.join(missing[:5])}, but no marked output does: mark "
                 "with kfac.output all that the loss compares with targets, or leave these parameters out with skip="
             )
 
@@ -280,7 +291,8 @@ def find_marks(traced: Trace) -> Marks:
         mark = equations.mark(op.eqn)
         if mark and op.alive:
             likelihood, weight = mark.split("/")
-            marks.append(Mark(("", len(marks)), op, named(likelihood), float(weight)))
+            key = Key("", len(marks))
+            marks.append(Mark(key, op, named(likelihood), float(weight)))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(
                 f"kfac.output cannot be followed inside {op.name}: mark what comes out of it"
@@ -293,7 +305,7 @@ def find_marks(traced: Trace) -> Marks:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(
-    transposed: Callable[..., jax.Array],
+    transposed: Callable,
     x: jax.Array,
     entry: jax.Array,
     zeros: jax.Array,
@@ -305,9 +317,8 @@ def _pull(
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
     # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-    pulled = as_varying(
-        whole(transposed, x)(x, entry, g).astype(x.dtype), varying_axes(x)
-    )
+    pulled = whole(transposed, x)(x, entry, g).astype(x.dtype)
+    pulled = as_varying(pulled, varying_axes(x))
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 
 
@@ -330,45 +341,51 @@ class Draw:
 
     mark: Mark
     n: int
-    expected: bool = False
+    expected: bool
 
     def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shape = x.shape[-1:] if self.expected else ()
-        # They are computed from `x` to have its sharding and its varying axes.
-        zeros = lax.stop_gradient(
-            jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))) * 0
-        )
-        return x, _pull(
-            self._expected if self.expected else self._sampled, x, entry, zeros
-        )
+        axes = x.ndim - 1 if self.expected else x.ndim
+        # The zeros are computed from `x` to have its sharding and its varying axes.
+        zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(axes))) * 0)
+        transposed = self._expected if self.expected else self._sampled
+        return x, _pull(transposed, x, entry, zeros)
 
     @property
     def _scale(self) -> float:
         return math.sqrt(self.mark.weight) / self.n
 
-    def _sampled(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+    def _sampled(
+        self,
+        x: jax.Array,
+        key: jax.Array,
+        g: jax.Array,
+    ) -> jax.Array:
         return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
 
-    def _expected(self, x: jax.Array, key: jax.Array, g: jax.Array) -> jax.Array:
+    def _expected(
+        self,
+        x: jax.Array,
+        key: jax.Array,
+        g: jax.Array,
+    ) -> jax.Array:
         signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
 
         def root(v):
             return self.mark.likelihood.times_root(x, v, "fisher='expected'")
 
         # Give the argument the varying axes of the outputs, or `shard_map` would sum its cotangent over devices.
-        _, transposed = jax.vjp(
-            root, as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x))
-        )
+        zeros = as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x))
+        _, transposed = jax.vjp(root, zeros)
         return transposed(signs * g.astype(signs.dtype))[0] * self._scale
 
 
 def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
     """Return a PRNG key for each mark, and for each iteration of the scans around the mark."""
-    alone = {mark: jax.random.fold_in(key, mark.key[1]) for mark in marks.marks}
-    return {
-        mark.key: jax.random.split(k, mark.scans) if mark.scans else k
-        for mark, k in alone.items()
-    }
+    keys = {}
+    for mark in marks.marks:
+        own = jax.random.fold_in(key, mark.key.number)
+        keys[mark.key] = jax.random.split(own, mark.scans) if mark.scans else own
+    return keys
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -394,8 +411,7 @@ def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
 # -- the loss as a function of its marked outputs -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Marked:
+class Marked(NamedTuple):
     """A loss as a function of its marked outputs, with `F = (1/n) sum_r J_r^T H_r J_r` over their rows `r`.
 
     `H_r` is the curvature of `-log p` in a row, times the mark's weight.
@@ -407,7 +423,7 @@ class Marked:
       what: the caller's name for error messages.
     """
 
-    evaluate: Callable[[Any], tuple[jax.Array, list[jax.Array]]]
+    evaluate: Callable[[PyTree], tuple[jax.Array, list[jax.Array]]]
     marks: tuple[Mark, ...]
     n: int
     what: str
@@ -416,10 +432,15 @@ class Marked:
         self, outputs: list[jax.Array], vectors: list[jax.Array]
     ) -> list[jax.Array]:
         """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
-        triples = zip(self.marks, outputs, vectors, strict=True)
-        return [mark.times_root(x, v, self.n, self.what) for mark, x, v in triples]
+        roots = []
+        for k, mark in enumerate(self.marks):
+            root = mark.times_root(outputs[k], vectors[k], self.n, self.what)
+            roots.append(root)
+        return roots
 
-    def root(self, params: Any) -> tuple[jax.Array, Callable[[Any], list[jax.Array]]]:
+    def root(
+        self, params: PyTree
+    ) -> tuple[jax.Array, Callable[[PyTree], list[jax.Array]]]:
         """Return the loss at `params`, and a linear function that maps a tree `v` like `params` to `R v`.
 
         `F = R^T R`, and `R v` is a list with an array for each mark.
@@ -429,7 +450,10 @@ class Marked:
 
 
 def marked(
-    value_fn: Callable[[Any], Any], params: Any, num_examples: int | None, what: str
+    value_fn: Callable,
+    params: PyTree,
+    num_examples: int | None,
+    what: str,
 ) -> Marked:
     """Return a loss of the parameters alone as a function of its marked outputs.
 
@@ -457,23 +481,17 @@ def marked(
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
 
 
-def with_own_key(kwargs: Mapping[str, Any], part: Any) -> dict[str, Any]:
+def with_own_key(kwargs: dict[str, PyTree], part: jax.Array) -> dict[str, PyTree]:
     """Return `kwargs` with the number of a part folded into their PRNG keys.
 
     All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
     """
 
-    def folded(name, leaf):
-        typed = isinstance(leaf, jax.Array) and jnp.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        )
-        return (
-            jax.random.fold_in(leaf, part)
-            if is_key(leaf) and (typed or name in ("key", "fisher_key"))
-            else leaf
-        )
+    def folded(path, leaf):
+        untyped = path[0].key in ("key", "fisher_key")
+        typed = isinstance(leaf, jax.Array) and is_typed_key(leaf)
+        if is_key(leaf) and (typed or untyped):
+            return jax.random.fold_in(leaf, part)
+        return leaf
 
-    return {
-        name: jax.tree.map(functools.partial(folded, name), x)
-        for name, x in kwargs.items()
-    }
+    return jax.tree.map_with_path(folded, kwargs)

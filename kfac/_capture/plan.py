@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from kfac._capture import axes as axes_lib
+from kfac._capture.axes import arrangement, begins, flatten
 from kfac._capture.find_layers import layers_of
-from kfac._capture.finish import Sums, basis_key, finish_kronecker, probe_key
+from kfac._capture.finish import ElementwiseSums, Entries, KroneckerSums
 from kfac._capture.outputs import Marks
-from kfac._capture.spread import Spread
+from kfac._capture.primitives import Read
+from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
-from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan, Tap
-from kfac._capture.trace import Trace
-from kfac._factors import Factors, Unitwise
-from kfac._layers import KRONECKER_KINDS, UNITWISE_KINDS, Layer, Layers
+from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
+from kfac._capture.trace import Trace, split_over
+from kfac._factors import Factors, Kronecker, Ragged, Statistics
+from kfac._layers import Layer, Layers
 from kfac._statistics.convolution import Convolution
-from kfac._statistics.rows import Arrangement, Dense, Lookup
-from kfac._varying import AxisName, device_axes, dividing_axes, split_along, whole
+from kfac._statistics.rows import Arrangement, Lookup
+from kfac._varying import AxisName, device_axes, dividing_axes, split_along
+
+# A probe, or its cotangent.
+Probe = jax.Array | jax.ShapeDtypeStruct | Kronecker | Ragged
 
 
-@dataclasses.dataclass
-class Planned:
+class Planned(NamedTuple):
     """A plan by which `value_and_grad` collects and finishes the statistics of a loss.
 
     Attributes:
@@ -43,41 +46,33 @@ class Planned:
     num_examples: int
     batch: int | None
     plan: Plan
-    lies: AxisName | None = None
-    wire: str = "float32"
-    sums: dict[str, Sums] = dataclasses.field(default_factory=dict)
+    lies: AxisName | None
+    wire: str
+    sums: dict[str, KroneckerSums | ElementwiseSums]
 
     @property
-    def probes(self) -> dict[Key, Any]:
+    def probes(self) -> dict[Key, Probe]:
         """Shapes and dtypes of all probes, by key."""
-        return {
-            key: probe
-            for sums in self.sums.values()
-            for key, probe in sums.probes.items()
-        }
+        probes: dict[Key, Probe] = {}
+        for sums in self.sums.values():
+            probes |= sums.probes
+        return probes
 
-    def factors(self, cotangents: dict[Key, Any]) -> Factors:
+    def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Any]:
+        """Arrange the eigenvectors of the layers in `basis` for the layers' taps."""
+        vectors: dict[Key, Any] = {}
+        for name, of_layer in basis.items():
+            sums = self.sums[name]
+            if isinstance(sums, KroneckerSums):
+                vectors |= sums.eigenvectors(of_layer)
+        return vectors
+
+    def factors(self, cotangents: Mapping[Key, Any]) -> Factors:
         """Compute the factors from the probes' cotangents."""
-        return Factors(
-            {
-                name: sums.finish([cotangents[key] for key in sums.probes])
-                for name, sums in self.sums.items()
-            }
-        )
-
-    def place(self, tap: Tap) -> None:
-        """Put a tap behind its operation, and tell each enclosing scan whether it slices the tap's probe."""
-        op, levels = (
-            tap.use.op,
-            tap.use.levels(examples=isinstance(tap, ElementwiseTap)),
-        )
-        keys = (
-            [tap.key, tap.basis]
-            if isinstance(tap, KroneckerTap) and tap.basis
-            else [tap.key]
-        )
-        self.plan.taps.setdefault(op, []).append(tap)
-        self.plan.look_inside(op, keys, [loop for loop, iterates in levels if iterates])
+        blocks: dict[str, Statistics] = {}
+        for name, sums in self.sums.items():
+            blocks[name] = sums.finish([cotangents[key] for key in sums.probes])
+        return Factors(blocks)
 
 
 def plan_taps(
@@ -102,320 +97,263 @@ def plan_taps(
       ValueError: the number of examples is not clear, or the loss has other layers than `layers`.
     """
     analysis = layers_of(traced, layers, marks, num_examples)
-    n, batch = analysis.num_examples, traced.batch.num_examples
     if analysis.layers.unclear:
         raise ValueError(analysis.layers.unclear)
     check_same(layers, analysis.layers)
-    planned = Planned(n or 1, batch, analysis.reads.plan, traced.batch.lies, wire)
-    corrected = {layer.name for layer in layers if moments and layer.correctable}
-    for layer in analysis.layers:
-        uses = analysis.uses[layer.name]
-        if layer.kind in KRONECKER_KINDS:
-            kernel, biases = uses[0], [use for of_bias in uses[1:] for use in of_bias]
-            _plan_kronecker(planned, layer, kernel, biases, layer.name in corrected)
-        elif layer.kind in UNITWISE_KINDS:
+    planned = Planned(
+        analysis.num_examples or 1,
+        traced.batch.num_examples,
+        analysis.reads.plan,
+        split_over(traced),
+        wire,
+        {},
+    )
+    for layer in analysis.layers.with_factors:
+        uses = [analysis.uses[path] for path in layer.params]
+        if layer.kronecker:
+            # The eigenbasis belongs to `layers`.
+            in_basis = moments and layers[layer.name].correctable
+            _plan_kronecker(planned, layer, uses, in_basis)
+        else:
             _plan_elementwise(planned, layer, uses)
     return planned
 
 
-def _of_any_images(layers: Layers) -> Layers:
-    """Set every layer's `overlap` to 1, because it depends on the image size."""
-    return dataclasses.replace(
-        layers,
-        blocks=tuple(dataclasses.replace(layer, overlap=1.0) for layer in layers),
-    )
-
-
 def check_same(expected: Layers, found: Layers) -> None:
     """Raise a `ValueError` if a loss has other layers than `expected`."""
-    expected, found = _of_any_images(expected), _of_any_images(found)
-    if expected == found:
-        return
     if expected.paths != found.paths:
         differing = ", ".join(sorted(set(expected.paths) ^ set(found.paths))[:5])
         raise ValueError(
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
-    a, b = next((a, b) for a, b in zip(expected, found, strict=False) if a != b)
-    other = [
-        f.name
-        for f in dataclasses.fields(a)
-        if f.compare and getattr(a, f.name) != getattr(b, f.name)
-    ]
-    raise ValueError(
-        f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
-        f"{', '.join(other)}. Call find_layers with the same function and with arguments of the same kind."
-    )
+    for a, b in zip(expected, found, strict=False):
+        # The overlap depends on the image size.
+        if a == dataclasses.replace(b, overlap=a.overlap):
+            continue
+        names = [field.name for field in dataclasses.fields(a) if field.compare]
+        others = [name for name in names if getattr(a, name) != getattr(b, name)]
+        raise ValueError(
+            f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
+            f"{', '.join(others)}. Call find_layers with the same function and with arguments of the same kind."
+        )
+
+
+def _rows(use: Use, examples: Collection[int]) -> list[int]:
+    """Return the positions of the result's atoms that hold neither a part of the leaf nor the examples."""
+    flat = flatten(use.read.y_axes)
+    return [p for p, atom in enumerate(flat) if not (atom.of_leaf or p in examples)]
 
 
 # -- Kronecker layers --------------------------------------------------------------------------------------------------
 
 
 def _plan_kronecker(
-    planned: Planned, layer: Layer, uses: list[Use], biases: list[Use], moments: bool
+    planned: Planned,
+    layer: Layer,
+    uses: Sequence[list[Use]],
+    moments: bool,
 ) -> None:
     """Put taps behind all uses of a kernel, and plan how their sums become factors.
 
     Args:
       planned: the plan to extend.
       layer: the layer.
-      uses: the kernel's uses. Uses that read the same part in the same orientation share a probe.
-      biases: the bias's uses.
+      uses: the uses of the kernel and of the bias, if any. Uses that read the same part of the kernel in the same
+        orientation share a probe.
       moments: whether the taps also sum squares of per-example gradients in an eigenbasis.
     """
     batch = planned.batch or 1
-    with_bias = {use.joined[0] for use in biases if use.joined}
-    dtype = jnp.result_type(*{use.read.dtype for use in uses})
+    kernel_uses, *bias_uses = uses
+    with_bias = {
+        use.joined[0] for of_bias in bias_uses for use in of_bias if use.joined
+    }
+    dtype = jnp.result_type(*{use.read.dtype for use in kernel_uses})
     taps = []
-    for use in uses:
+    for use in kernel_uses:
         if use.late:
             planned.plan.late[use.op] = batch
         use = use.for_all(batch)
         read = use.read
         examples = _examples(planned, layer, use, moments)
-        rest = [
-            p
-            for p, atom in enumerate(axes_lib.flatten(read.y_axes))
-            if not atom.of_leaf and p not in examples
-        ]
+        rows = _rows(use, examples)
         in_x = dict(read.rows)
-        x_rows = [[in_x[p] for p in part if p in in_x] for part in (examples, rest)]
-        turned = use.layout != layer.layouts[0]
+        x_examples = [in_x[p] for p in examples if p in in_x]
+        x_rows = [in_x[p] for p in rows if p in in_x]
+        role = "" if use.layout == layer.layouts[0] else "transposed"
+        key = Key(layer.name, use.part, role)
         tap = KroneckerTap(
-            key=probe_key(layer, use),
+            key=key,
             use=use,
-            arrange_x=axes_lib.arrangement(read.x_axes, read.batched, *x_rows),
-            arrange_g=axes_lib.arrangement(read.y_axes, read.batched, examples, rest),
-            images=read.op == "conv" and x_rows[0] == [0],
-            homogeneous=1.0 if use.op in with_bias else 0.0 if layer.has_bias else None,
+            layer=layer,
+            arrange_x=arrangement(read.x_axes, read.batched, x_examples, x_rows),
+            arrange_g=arrangement(read.y_axes, read.batched, examples, rows),
+            homogeneous=float(use.op in with_bias) if layer.has_bias else None,
             dtype=dtype,
-            diagonal=tuple({"A": "G", "G": "A"}[side] for side in layer.diagonal)
-            if turned
-            else layer.diagonal,
-            cut=layer.cut[::-1] if turned else layer.cut,
-            reduce=layer.weight_sharing == "reduce",
-            basis=basis_key(layer, use.part) if moments else None,
+            basis=key._replace(role="eigenvectors") if moments else None,
         )
         taps.append(tap)
-    spread = _spread_taps(planned, layer, taps)
-    for tap in spread or taps:
-        planned.place(tap)
-    over = spread[0].spread if spread else None
-    planned.sums[layer.name] = finish_kronecker(
-        layer, uses, planned.num_examples, batch, dtype, moments, over
-    )
+    taps = _over_devices(planned, layer, taps)
+    for tap in taps:
+        keys = [tap.key, tap.basis] if tap.basis else [tap.key]
+        loops = [loop for loop, iterates in tap.use.levels() if iterates]
+        planned.plan.place(tap, keys, loops)
+    sums = KroneckerSums(layer, taps, planned.num_examples, batch)
+    planned.sums[layer.name] = sums
 
 
-def _spread_taps(
-    planned: Planned, layer: Layer, taps: list[KroneckerTap]
-) -> list[KroneckerTap] | None:
-    """Return a layer's taps for several devices, which pack their sums, or None if the sums are not packed.
+def _over_devices(
+    planned: Planned,
+    layer: Layer,
+    taps: list[KroneckerTap],
+) -> list[KroneckerTap]:
+    """Return a layer's taps for several devices, which pack their sums.
 
-    Sums are not packed in these cases:
+    The taps stay the same, without packed sums, in these cases:
 
     - There is only one device.
     - The layer's factors are not linear in the sums (ragged, transposed or reduced kernels).
     - The program runs over a mesh, and a tap's data or gradient cannot be split by examples, or the taps would split
       over different mesh axes. XLA then sums whole matrices.
     """
-    keys, shapes = {tap.key for tap in taps}, tuple(layer.side_shapes.values())
-    combined = any(len(key) > 2 for key in keys) or any(
-        tap.use.read.groups is not None for tap in taps
-    )
-    if combined or layer.weight_sharing == "reduce":
-        return None
+    for tap in taps:
+        if tap.key.role or tap.use.read.groups is not None:
+            return taps
+    if layer.weight_sharing == "reduce":
+        return taps
+    scatter = ReduceScatter(tuple(layer.side_shapes.values()), planned.wire)
     if device_axes():
-        return [
-            dataclasses.replace(tap, spread=Spread(shapes, planned.wire))
-            for tap in taps
-        ]
-    alone = len(keys) == len(taps) and all(tap.use.times == 1 for tap in taps)
-    taps_or_none = [
-        _spread_tap(tap, planned.batch, Spread(shapes, planned.wire, at_once=alone))
-        for tap in taps
-    ]
-    spread_taps = [tap for tap in taps_or_none if tap is not None]
-    axes = {tap.spread.axes for tap in spread_taps if tap.spread is not None}
-    return spread_taps if len(spread_taps) == len(taps) and len(axes) == 1 else None
+        return [dataclasses.replace(tap, scatter=scatter) for tap in taps]
+    own_probes = len({tap.key for tap in taps}) == len(taps)
+    at_once = own_probes and all(tap.use.times == 1 for tap in taps)
+    scatter = scatter._replace(at_once=at_once)
+    result = []
+    axes = set()
+    for tap in taps:
+        over_mesh = _over_mesh(tap, planned.batch, scatter)
+        if over_mesh.scatter is None:
+            return taps
+        axes.add(over_mesh.scatter.axes)
+        result.append(over_mesh)
+    return result if len(axes) == 1 else taps
 
 
-def _spread_tap(
-    tap: KroneckerTap, batch: int | None, spread: Spread
-) -> KroneckerTap | None:
+def _over_mesh(
+    tap: KroneckerTap,
+    batch: int | None,
+    scatter: ReduceScatter,
+) -> KroneckerTap:
     """Return a tap for one device's share of the examples.
 
-    The result is None if no mesh axis divides the examples, or if they do not begin an axis of both the data and the
-    gradient.
+    The tap stays the same if no mesh axis divides the examples, or if they do not begin an axis of both the data and
+    the gradient.
     """
-    read, geometry = tap.use.read, tap.use.read.geometry
+    read = tap.use.read
     examples = tap.use.examples(batch)
     if not examples:
-        return None
-    position, rows = examples[0], dict(read.rows)
-    size, g = (
-        axes_lib.flatten(read.y_axes)[position].size,
-        axes_lib.begins(read.y_axes, position),
-    )
-    if isinstance(geometry, Lookup):
-        x = 0 if g == 0 else None  # the indices' first axis
-    elif isinstance(geometry, Convolution):
-        x = (
-            geometry.spec[0] if rows.get(position) == 0 else None
-        )  # the patches' first atom holds the images
-    else:
-        x = (
-            axes_lib.begins(read.x_axes, rows[position])
-            if isinstance(geometry, Dense) and position in rows
-            else None
-        )
-    axes = dividing_axes(size)
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
+        return tap
+    position = examples[0]
+    x = _data_axis(read, position)
+    g = begins(read.y_axes, position)
+    axes = dividing_axes(flatten(read.y_axes)[position].size)
     if x is None or g is None or not axes:
-        return None
+        return tap
+    devices = math.prod(get_abstract_mesh().shape[name] for name in axes)
 
-    def shared_out(arrange: Arrangement, position: int | None) -> Arrangement:
-        split = (
-            n // devices if k == position else n for k, n in enumerate(arrange.split)
-        )
+    def share(arrange: Arrangement, position: int) -> Arrangement:
+        split = list(arrange.split)
+        split[position] //= devices
         return arrange._replace(split=tuple(split))
 
-    arrange_x = (
-        tap.arrange_x
-        if isinstance(geometry, Lookup)
-        else shared_out(tap.arrange_x, rows[position])
-    )
-    spread = dataclasses.replace(spread, axes=axes, x=x, g=g)
+    arrange_x = tap.arrange_x
+    if not isinstance(read.geometry, Lookup):
+        arrange_x = share(arrange_x, dict(read.rows)[position])
     return dataclasses.replace(
         tap,
         arrange_x=arrange_x,
-        arrange_g=shared_out(tap.arrange_g, position),
-        spread=spread,
+        arrange_g=share(tap.arrange_g, position),
+        scatter=scatter._replace(axes=axes, x=x, g=g),
     )
 
 
+def _data_axis(read: Read, position: int) -> int | None:
+    """Return the data's axis that begins with the examples, which are atom number `position` of the result.
+
+    The result is None if there is no such axis.
+    """
+    row = dict(read.rows).get(position)
+    if isinstance(read.geometry, Lookup):
+        # The indices' first axis.
+        return 0 if begins(read.y_axes, position) == 0 else None
+    if isinstance(read.geometry, Convolution):
+        # The patches' first atom holds the images.
+        return read.geometry.spec[0] if row == 0 else None
+    return None if row is None else begins(read.x_axes, row)
+
+
 def _examples(
-    planned: Planned, layer: Layer, use: Use, moments: bool
+    planned: Planned,
+    layer: Layer,
+    use: Use,
+    moments: bool,
 ) -> tuple[int, ...]:
     """Return the positions of the result's atoms that hold the examples.
 
     The tuple is empty if the tap need not separate the examples, or if there is a single example. If the order of the
     examples is not known, the first atom that holds rows stands for them.
     """
-    if use.read.groups is not None or not (moments or layer.weight_sharing == "reduce"):
+    by_example = moments or layer.weight_sharing == "reduce"
+    if use.read.groups is not None or not by_example:
         return ()
     examples = use.examples(planned.batch)
-    return tuple(p for p, _ in use.read.rows[:1]) if examples is None else examples
+    if examples is None:
+        return tuple(position for position, _ in use.read.rows[:1])
+    return examples
 
 
 # -- elementwise layers ------------------------------------------------------------------------------------------------
 
 
-class Entries(NamedTuple):
-    """The leaf entries for which an elementwise layer's probe collects gradients.
-
-    Attributes:
-      column: the leaf's position in `Layer.params`.
-      where: the entries' indices in the flat leaf.
-      lengths: the lengths of the scans for which the probe has an axis.
-      loops: positions, within `lengths`, of the scans over examples.
-    """
-
-    column: int
-    where: np.ndarray
-    lengths: tuple[int, ...]
-    loops: tuple[int, ...]
-
-
-def _plan_elementwise(planned: Planned, layer: Layer, uses: list[list[Use]]) -> None:
+def _plan_elementwise(
+    planned: Planned,
+    layer: Layer,
+    uses: Sequence[list[Use]],
+) -> None:
     """Put taps behind all uses of an elementwise layer's parameters.
 
     Uses that read the same entries share a probe, which adds up their gradients for each example.
     """
-    n = planned.batch
-    assert n is not None, (
-        "where it is not known, vectors have the gradient's own diagonal"
-    )
-    entries: dict[Key, Entries] = {}
     keys: dict[tuple, Key] = {}
-    taps: list[ElementwiseTap] = []
+    probes: dict[Key, jax.ShapeDtypeStruct] = {}
+    entries: dict[Key, Entries] = {}
     for column, uses_of_leaf in enumerate(uses):
         dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
         for use in uses_of_leaf:
-            examples = use.examples(n)
-            assert examples is not None, (
-                "without them the leaf has the gradient's own diagonal"
-            )
-            flat = axes_lib.flatten(use.read.y_axes)
-            rows = [
-                p
-                for p, atom in enumerate(flat)
-                if not atom.of_leaf and p not in examples
-            ]
+            examples = use.examples(planned.batch)
+            assert examples is not None, "the leaf would have the gradient's diagonal"
+            y_axes = use.read.y_axes
+            arrange = arrangement(y_axes, (), examples, _rows(use, examples))
             # The gradients are not flipped, because `where` gives the entries in the order in which they are read.
-            arrange = axes_lib.arrangement(
-                use.read.y_axes, (), examples, rows
-            )._replace(flips=())
+            arrange = arrange._replace(flips=())
+            flat = flatten(y_axes)
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
             # Uses of the same entries get the same key: their gradients are summed per example before squaring.
-            iterated = [
-                loop for loop, iterates in use.levels(examples=True) if iterates
-            ]
-            lengths = tuple(loop.length for loop in iterated)
-            key = keys.setdefault(
-                (column, lengths, examples == (), where.tobytes()),
-                (layer.name, len(keys)),
-            )
-            entries[key] = Entries(
-                column,
-                where,
-                lengths,
-                tuple(k for k, loop in enumerate(iterated) if loop.longer),
-            )
-            taps.append(ElementwiseTap(key, use, arrange, dtype))
-    probes: dict[Key, jax.ShapeDtypeStruct] = {}
-    for tap in taps:
-        sizes = [
-            [tap.arrange.split[p] for p in part]
-            for part in (tap.arrange.examples, tap.arrange.features)
-        ]
-        shape = math.prod(sizes[0]), math.prod(sizes[1])
-        lengths = entries[tap.key].lengths
-        lies = split_along(
-            planned.lies if len(sizes[0]) == 1 else None,
-            (*lengths, *shape),
-            len(lengths),
-        )
-        probes[tap.key] = jax.ShapeDtypeStruct(
-            (*lengths, *shape), tap.dtype, sharding=lies
-        )
-        planned.place(
-            dataclasses.replace(
-                tap, lies=None if lies is None else PartitionSpec(*lies.spec[-2:])
-            )
-        )
-    finish = functools.partial(
-        _of_gradients, layer, planned.num_examples, list(entries.values())
-    )
-    planned.sums[layer.name] = Sums(probes, whole(finish))
-
-
-def _of_gradients(
-    layer: Layer, n: float, entries: list[Entries], sums: list[jax.Array]
-) -> Unitwise:
-    """Return an elementwise layer's block from the per-example gradients in its probes.
-
-    A channel's block is `n sum_i g_i g_i^T`, where `g_i` is example `i`'s gradient for the channel's parameters.
-    """
-    columns: list[list[jax.Array]] = [[] for _ in layer.params]
-    for (column, where, _, loops), g in zip(entries, sums, strict=True):
-        g = jnp.moveaxis(g, (*loops, -2), range(len(loops) + 1))
-        g = g.reshape(math.prod(g.shape[: len(loops) + 1]), -1)
-        if not np.array_equal(where, np.arange(layer.d_out)):
-            g = jnp.zeros((len(g), layer.d_out), g.dtype).at[:, where].set(g)
-        columns[column].append(g)
-    of_leaves = [sum(parts[1:], parts[0]) for parts in columns]
-    moments = [[jnp.sum(a * b, axis=0) for b in of_leaves] for a in of_leaves]
-    return Unitwise(
-        n * jnp.stack([jnp.stack(row, axis=-1) for row in moments], axis=-2)
-    )
+            levels = use.levels(examples=True)
+            loops = [loop for loop, iterates in levels if iterates]
+            lengths = tuple(loop.length for loop in loops)
+            alike = (column, lengths, examples == (), where.tobytes())
+            key = keys.setdefault(alike, Key(layer.name, len(keys)))
+            over_examples = tuple(k for k, loop in enumerate(loops) if loop.longer)
+            entries[key] = Entries(column, where, over_examples)
+            n = math.prod(arrange.split[p] for p in examples)
+            units = math.prod(arrange.split[p] for p in arrange.features)
+            shape = (*lengths, n, units)
+            # Only a single axis of examples can be split over devices.
+            axes = planned.lies if len(examples) == 1 else None
+            lies = split_along(axes, shape, len(lengths))
+            probes[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
+            spec = None if lies is None else PartitionSpec(*lies.spec[-2:])
+            tap = ElementwiseTap(key, use, arrange, dtype, spec)
+            planned.plan.place(tap, [key], loops)
+    sums = ElementwiseSums(layer, planned.num_examples, probes, entries)
+    planned.sums[layer.name] = sums

@@ -10,115 +10,145 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from kfac._capture.program import Op
-from kfac._capture.spread import Spread
+from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
+from kfac._layers import Layer
 from kfac._statistics.moments import example_gradients, squares_in_basis
-from kfac._statistics.rows import Arrangement, Groups, Lookup, OneHot, Rows, as_floats
+from kfac._statistics.rows import (
+    Arrangement,
+    Form,
+    Groups,
+    Lookup,
+    OneHot,
+    Rows,
+    as_floats,
+)
 from kfac._varying import whole
 
-# The key of a probe, or of another entry among the probes:
-# - for a Kronecker layer, its name and the number of the part (`Use.part`), then "transposed" if the use reads the
-#   part's transpose;
-# - for another layer, its name and a number;
-# - for a mark, "" and a number;
-# - for eigenvectors, the layer's name, the part and "eigenvectors".
-Key = tuple[Any, ...]
-Probes = Mapping[Key, Any]
+
+class Key(NamedTuple):
+    """The key of a probe, or of another entry among the probes.
+
+    Attributes:
+      layer: the layer's name; empty for a mark.
+      number: for a Kronecker layer, the number of the part (`Use.part`). For another layer or a mark, any number.
+      role: `"transposed"` for a use that reads the part's transpose, and `"eigenvectors"` for the part's eigenvectors.
+        Otherwise empty.
+    """
+
+    layer: str
+    number: int
+    role: str = ""
+
+
+# The probes and other entries: zeros for the taps, eigenvectors, and inputs of the marks.
+Probes = Mapping[Key, jax.Array | Kronecker | Ragged]
+# The arrays from which a tap computes its sums, besides the gradient.
+Residuals = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class KroneckerTap:
     """The sums of `a a^T` and `g g^T` at a single use of a kernel, or their diagonals or diagonal blocks.
 
-    For an embedding lookup, the diagonal of `a a^T` holds counts. With `reduce`, the tap sums `a` and `g` over the
-    positions of each example, `[copies, n, d]`. Their products are formed after all uses have been summed. With a
-    `basis`, the tap also sums the squares of per-example gradients in the basis. The eigenvectors come with the
-    residuals.
+    For an embedding lookup, the diagonal of `a a^T` holds counts. If the layer has the setting "reduce", the tap sums
+    `a` and `g` over the positions of each example, `[copies, n, d]`. Their products are formed after all uses have been
+    summed. With a `basis`, the tap also sums the squares of per-example gradients in the basis. The eigenvectors come
+    with the residuals.
 
     Attributes:
       key: the probe's key.
       use: the operation, and the part of the kernel that it reads.
+      layer: the kernel's layer.
       arrange_x: brings the data, or a convolution's patches, to the normal form.
       arrange_g: brings the gradient to the normal form.
-      images: whether a convolution's images are the examples.
       homogeneous: the last entry of every input: 1 with the bias, or 0 in a use without the bias; None for a layer
         without a bias.
       dtype: the sums' dtype.
-      diagonal: the sides, `"A"` or `"G"`, that are kept as diagonals.
-      cut: the number of diagonal blocks for `A` and for `G`.
-      reduce: whether the layer has the setting "reduce" (K-FAC-reduce).
       basis: the key of the layer's eigenvectors among the probes; None if the tap sums no squares.
-      spread: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `spread` has
-        mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
+      scatter: how devices pack and add up the sums; None on a single device, or if this is left to XLA. If `scatter`
+        has mesh axes, `arrange_x` and `arrange_g` arrange the examples of a single device.
     """
 
     key: Key
     use: Use
+    layer: Layer
     arrange_x: Arrangement
     arrange_g: Arrangement
-    images: bool
     homogeneous: float | None
-    dtype: Any
-    diagonal: tuple[str, ...] = ()
-    cut: tuple[int, int] = (1, 1)
-    reduce: bool = False
+    dtype: np.dtype
     basis: Key | None = None
-    spread: Spread | None = None
+    scatter: ReduceScatter | None = None
 
     def residuals(
-        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> Any:
-        # All entries of a scaled kernel are multiplied by the same number.
-        number = None if multiplier is None else multiplier.reshape(-1)[0]
-        sizes = None if self.use.read.groups is None else values[self.use.read.groups]
-        return (
-            values[self.use.read.other],
-            number,
-            None if self.basis is None else probes[self.basis],
-            sizes,
-        )
+        self,
+        values: Sequence[jax.Array],
+        multiplier: jax.Array | None,
+        probes: Probes,
+    ) -> Residuals:
+        """Return the arrays that `statistics` needs: data, multiplier, eigenvectors and group sizes.
 
-    def statistics(self, residuals: Any, g: jax.Array) -> Kronecker | Ragged:
-        read, (x, number, basis, sizes) = self.use.read, residuals
+        Args:
+          values: the op's inputs.
+          multiplier: the factors by which the kernel has been multiplied, all equal. None if it has not.
+          probes: the entries among the probes.
+        """
+        read = self.use.read
+        number = None if multiplier is None else multiplier.reshape(-1)[0]
+        basis = None if self.basis is None else probes[self.basis]
+        sizes = None if read.groups is None else values[read.groups]
+        return values[read.other], number, basis, sizes
+
+    def statistics(self, residuals: Residuals, g: jax.Array) -> Kronecker | Ragged:
+        """Return the sums, from the arrays of `residuals` and the gradient `g`."""
+        read = self.use.read
+        x, number, basis, sizes = residuals
         if number is not None and not isinstance(read.geometry, Lookup):
+            # (c w) x = w (c x). The entry appended to `x` for a bias is not scaled.
             x = as_floats(x, self.dtype)
-            x = x * number.astype(
-                x.dtype
-            )  # (c w) x = w (c x); the entry appended to x for a bias is not scaled
-        # Without the barrier, XLA would form patches from the arrays that the image is computed from, and keep them.
+            x = x * number.astype(x.dtype)
         if not self.use.op.loops and read.op == "conv":
+            # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
+        # The first atom of a convolution's patches holds the images.
+        by_image = self.arrange_x.examples == (0,)
         inputs: Any = read.geometry.form(
-            x, self.arrange_x, self.homogeneous, self.images, self.dtype
+            x, self.arrange_x, self.homogeneous, by_image, self.dtype
         )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
-            inputs, outputs = (
-                Groups(form.array[0, 0], sizes) for form in (inputs, outputs)
-            )
+            inputs = Groups(inputs.array[0, 0], sizes)
+            outputs = Groups(outputs.array[0, 0], sizes)
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
-        moments = (
-            None
-            if basis is None
-            else squares_in_basis(inputs, outputs, basis, self.dtype)
-        )
-        a, g = self._side("A", inputs), self._side("G", outputs)
-        counted = number is not None and isinstance(inputs, OneHot)
-        return Kronecker(a * number**2 if counted else a, g, moments)
+        moments = None
+        if basis is not None:
+            moments = squares_in_basis(inputs, outputs, basis, self.dtype)
+        a = self._side("A", inputs)
+        g = self._side("G", outputs)
+        if number is not None and isinstance(inputs, OneHot):
+            a = a * number**2
+        return Kronecker(a, g, moments)
 
-    def _side(self, side: str, form: Any) -> jax.Array:
-        if self.reduce or side in self.diagonal:
-            return form.sums() if self.reduce else form.diagonal()
-        count = self.cut["AG".index(side)]
-        return form.blocks(count) if count > 1 else form.gram()
+    def _side(self, side: str, rows: Form) -> jax.Array:
+        """Return the sums of the rows on the side `"A"` (inputs) or `"G"` (output gradients)."""
+        layer = self.layer
+        if layer.weight_sharing == "reduce":
+            return rows.sums()
+        if self.key.role == "transposed":
+            side = "G" if side == "A" else "A"
+        if side in layer.diagonal:
+            return rows.diagonal()
+        count = layer.cut["AG".index(side)]
+        return rows.blocks(count) if count > 1 else rows.gram()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,22 +166,26 @@ class ElementwiseTap:
     key: Key
     use: Use
     arrange: Arrangement
-    dtype: Any
+    dtype: np.dtype
     lies: PartitionSpec | None = None
 
-    @property
-    def other(self) -> int | None:
-        """The number of the input that the parameter is multiplied with; None for a sum."""
-        return self.use.read.other if self.use.read.op == "mul" else None
-
     def residuals(
-        self, values: Sequence[jax.Array], multiplier: jax.Array | None, probes: Probes
-    ) -> Any:
-        del probes
-        return None if self.other is None else values[self.other], multiplier
+        self,
+        values: Sequence[jax.Array],
+        multiplier: jax.Array | None,
+        probes: Probes,
+    ) -> Residuals:
+        """Return the arrays that `statistics` needs: the array that the parameter is multiplied with, and a multiplier.
 
-    def statistics(self, residuals: Any, g: jax.Array) -> jax.Array:
-        (other, coefficient), read = residuals, self.use.read
+        The array is None for a sum. The multiplier is None if the parameter has not been multiplied before.
+        """
+        read = self.use.read
+        return values[read.other] if read.op == "mul" else None, multiplier
+
+    def statistics(self, residuals: Residuals, g: jax.Array) -> jax.Array:
+        """Return the gradients, from the arrays of `residuals` and the result's gradient `g`."""
+        read = self.use.read
+        other, coefficient = residuals
         if other is not None:
             factor = 1 / other if read.divides else other
             coefficient = factor if coefficient is None else factor * coefficient
@@ -162,22 +196,27 @@ Tap = KroneckerTap | ElementwiseTap
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def tapped(tap: Tap, residuals: Any, y: jax.Array, probe: Any) -> jax.Array:
+def tapped(
+    tap: Tap,
+    residuals: Residuals,
+    y: jax.Array,
+    probe: Any,
+) -> jax.Array:
     """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
-    del tap, residuals, probe
     return y
 
 
 def _backward(tap, residuals, g):
     def statistics(residuals, g):
-        return jax.tree.map(
-            lambda moment: moment.astype(tap.dtype), tap.statistics(residuals, g)
-        )
+        sums = tap.statistics(residuals, g)
+        return jax.tree.map(lambda x: x.astype(tap.dtype), sums)
 
-    if isinstance(tap, KroneckerTap) and tap.spread is not None:
-        return None, g, tap.spread.sums(statistics, residuals, g)
-    lies = tap.lies if isinstance(tap, ElementwiseTap) else None
-    return None, g, whole(statistics, lies)(residuals, g)
+    if isinstance(tap, ElementwiseTap):
+        return None, g, whole(statistics, tap.lies)(residuals, g)
+    if tap.scatter is None:
+        return None, g, whole(statistics)(residuals, g)
+
+    return None, g, tap.scatter.sums(statistics, residuals, g)
 
 
 tapped.defvjp(lambda tap, residuals, y, probe: (y, residuals), _backward)
@@ -195,14 +234,13 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
+    leaves = jax.tree.leaves(tangents[0])
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    tied = iter(lax.optimization_barrier(arrays))
+
     # Tangents that are not arrays are symbolic zeros.
-    moving = iter(
-        lax.optimization_barrier(
-            [x for x in jax.tree.leaves(tangents[0]) if isinstance(x, jax.Array)]
-        )
-    )
     return primals[0], jax.tree.map(
-        lambda x: next(moving) if isinstance(x, jax.Array) else x, tangents[0]
+        lambda x: next(tied) if isinstance(x, jax.Array) else x, tangents[0]
     )
 
 
@@ -211,7 +249,6 @@ def _together(primals, tangents):
 AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
-@dataclasses.dataclass
 class Plan:
     """The additions of a replay to a program and the programs inside it.
 
@@ -225,21 +262,36 @@ class Plan:
         a probe that has an entry for each iteration.
     """
 
-    taps: dict[Op, list[Tap]] = dataclasses.field(default_factory=dict)
-    multipliers: dict[Op, int] = dataclasses.field(default_factory=dict)
-    late: dict[Op, int] = dataclasses.field(default_factory=dict)
-    merges: dict[Op, int] = dataclasses.field(default_factory=dict)
-    marks: dict[Op, tuple[Key, AtMark]] = dataclasses.field(default_factory=dict)
-    inside: dict[Op, dict[Key, bool]] = dataclasses.field(default_factory=dict)
+    def __init__(self):
+        self.taps: dict[Op, list[Tap]] = {}
+        self.multipliers: dict[Op, int] = {}
+        self.late: dict[Op, int] = {}
+        self.merges: dict[Op, int] = {}
+        self.marks: dict[Op, tuple[Key, AtMark]] = {}
+        self.inside: dict[Op, dict[Key, bool]] = {}
+
+    def place(
+        self,
+        tap: Tap,
+        keys: Sequence[Key],
+        iterated: Sequence[Op],
+    ) -> None:
+        """Put a tap behind its operation. See `look_inside` for the other arguments."""
+        self.taps.setdefault(tap.use.op, []).append(tap)
+        self.look_inside(tap.use.op, keys, iterated)
 
     def look_inside(
-        self, op: Op, keys: Sequence[Key] = (), iterated: Sequence[Op] = ()
+        self,
+        op: Op,
+        keys: Sequence[Key] = (),
+        iterated: Sequence[Op] = (),
     ) -> None:
         """Replay the bodies of the scans and remats around an op, and of the op itself if it is one.
 
         The probes `keys` are used there. They have an entry for each iteration of the scans `iterated`.
         """
-        for outer in (*op.around, *([op] if op.inner else [])):
-            self.inside.setdefault(outer, {}).update(
-                (key, outer in iterated) for key in keys
-            )
+        around = (*op.around, op) if op.inner else op.around
+        for outer in around:
+            inside = self.inside.setdefault(outer, {})
+            for key in keys:
+                inside[key] = outer in iterated

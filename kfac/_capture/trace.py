@@ -7,26 +7,29 @@ leading length are doubled, and the two programs are compared operation by opera
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kfac._capture import equations
 from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
-from kfac._layers import Layers, leaf_paths
+from kfac._layers import Layers
+from kfac._leaves import PyTree, leaf_paths
 from kfac._varying import AxisName
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
 # running averages.
 FEW = 8
 
-Argnums = int | str | Sequence[int | str] | None
+ArgKey = int | str
+Argnums = ArgKey | Sequence[ArgKey] | None
+AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Trace(NamedTuple):
@@ -43,16 +46,15 @@ class Trace(NamedTuple):
     """
 
     program: Program
-    arrays: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    arrays: list[AnyArray]
+    rebuild: Callable
     names: list[str]
     shapes: list[tuple[int, ...]]
     batch: Batch
     loss: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """The known facts about the batch.
 
     Attributes:
@@ -60,17 +62,15 @@ class Batch:
       argnums: the arguments that hold the examples: positions as `loss_fn` counts them, or keyword names.
       shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
       hidden: why `n` is not known, as a sentence; empty if `n` is known.
-      lies: the explicit mesh axes along which all arrays of the batch are split.
-      leaves: the positions of the batch's arrays in `Trace.arrays`; None if unknown.
+      leaves: the batch's arrays; None if unknown.
       several: whether the batch has arrays of different lengths that hold examples.
     """
 
     num_examples: int | None = None
-    argnums: tuple[int | str, ...] = ()
+    argnums: tuple[ArgKey, ...] = ()
     shared: tuple[str, ...] = ()
     hidden: str = ""
-    lies: AxisName | None = None
-    leaves: frozenset[int] | None = None
+    leaves: tuple[Leaf, ...] | None = None
     several: bool = False
 
     @property
@@ -78,15 +78,19 @@ class Batch:
         return " and ".join(f"argument {k!r}" for k in self.argnums)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[AnyArray]:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def is_key(x: Any) -> bool:
+def is_typed_key(x: AnyArray) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def is_key(x: object) -> bool:
     """Whether `x` is a single PRNG key, as `jax.random.key` or `jax.random.PRNGKey` returns it."""
     if not is_array(x):
         return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_typed_key(x):
         return x.shape == ()
     return x.dtype == jnp.uint32 and x.shape in ((2,), (4,))
 
@@ -97,26 +101,24 @@ HOW_TO_SPLIT = (
 )
 
 
-def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
+def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
     """Return the paths and shapes of the parameter leaves, in the order of `jax.tree.leaves`.
 
     Raises:
       ValueError: there are no leaves, or two leaves have the same path.
       TypeError: a leaf is not an array, or is not real.
     """
-    names, leaves = leaf_paths(params), jax.tree.leaves(params)
+    names = leaf_paths(params)
+    leaves = jax.tree.leaves(params)
     if not names:
         raise ValueError("params has no leaves: there is nothing to train")
-    repeated = [name for name, count in collections.Counter(names).items() if count > 1]
-    if repeated:
-        raise ValueError(
-            f"two parameter leaves have the path {repeated[0]!r}; rename one"
-        )
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two parameter leaves have the path {name!r}; rename one")
     for name, leaf in zip(names, leaves, strict=True):
         if not is_array(leaf):
-            kind = type(leaf).__name__
             raise TypeError(
-                f"parameter {name!r} must be an array, but is of type {kind}: {HOW_TO_SPLIT}"
+                f"parameter {name!r} must be an array, but is of type {type(leaf).__name__}: {HOW_TO_SPLIT}"
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
@@ -129,9 +131,9 @@ def check_params(params: Any) -> tuple[list[str], list[tuple[int, ...]]]:
 def trace(
     loss_fn: Callable,
     has_aux: bool,
-    params: Any,
+    params: PyTree,
     args: tuple,
-    kwargs: dict,
+    kwargs: dict[str, PyTree],
     batch_argnums: Argnums = None,
     shared: Collection[str] = (),
 ) -> Trace:
@@ -150,183 +152,184 @@ def trace(
     """
     names, shapes = check_params(params)
     arrays, filled = _arrays_of((args, kwargs))
-    flat_params, params_tree = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(params)
 
-    def traced(arrays):
-        filled_aux: list[Callable] = []  # set while `flat_loss` is traced
+    def jaxpr_of(arrays):
+        filled_aux: Callable
 
-        def flat_loss(flat_params, arrays):
-            call_args, call_kwargs = filled(arrays)
-            out = loss_fn(
-                jax.tree.unflatten(params_tree, flat_params), *call_args, **call_kwargs
-            )
+        def flat_loss(leaves, arrays):
+            nonlocal filled_aux
+            args, kwargs = filled(arrays)
+            out = loss_fn(jax.tree.unflatten(structure, leaves), *args, **kwargs)
             loss, aux = _checked(out, has_aux)
-            aux_arrays, with_arrays = _arrays_of(aux)
-            filled_aux.append(with_arrays)
+            aux_arrays, filled_aux = _arrays_of(aux)
             return [loss, *aux_arrays]
 
-        closed = jax.make_jaxpr(flat_loss)(flat_params, arrays)
-        return closed, lambda outs: (outs[0], filled_aux[-1](outs[1:]))
+        closed = jax.make_jaxpr(flat_loss)(leaves, arrays)
+        return closed, lambda outs: (outs[0], filled_aux(outs[1:]))
 
-    closed, rebuild = traced(arrays)
+    closed, rebuild = jaxpr_of(arrays)
 
-    def doubled(batch: Batch) -> Program | str:
-        """Return the program with its growth at twice as many examples recorded, or why this fails."""
-        n, leaves = batch.num_examples or 0, batch.leaves or ()
-        twice = f"{2 * n} examples in {batch.where}"
-        try:
-            twin, _ = traced(
-                [_twice(x) if k in leaves else x for k, x in enumerate(arrays)]
-            )
-            program = flat(closed)
-            compare(program, flat(twin), alike=n > 1)
-        except AnotherProgramError:
-            return f"with {twice} the loss is another program"
-        except (
-            Exception
-        ) as error:  # a model with a hard-coded batch size may raise anything
-            reason, *_ = [*str(error).strip().splitlines(), ""]
-            return f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
+    def compared(batch: Batch) -> Program:
+        larger = list[Any](arrays)
+        for leaf in batch.leaves or ():
+            larger[leaf.position] = _twice(arrays[leaf.position])
+        program = flat(closed)
+        twin, _ = jaxpr_of(larger)
+        compare(program, flat(twin), alike=batch.num_examples != 1)
+        return program
+
+    candidates = _candidates(args, kwargs, batch_argnums, shared)
+    batch, program = _find_batch(compared, candidates)
+    if program is None:
+        program = flat(closed)
         mark_live(program)
-        if any(
-            op.longer or any(any(value.grown) for value in op.outputs)
-            for op in program.walk()
-            if op.alive
-        ):
-            return program
-        return f"nothing that the loss depends on grows with {batch.where}"
-
-    # The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
-    # batch. Unless exactly one candidate is left, the loss hides its examples.
-    doubles: list[tuple[Batch, Program]] = []
-    hidden: list[str] = []
-    for batches in _candidates(args, kwargs, batch_argnums, shared):
-        tried = [(batch, doubled(batch)) for batch in batches]
-        doubles = [
-            (batch, program) for batch, program in tried if isinstance(program, Program)
-        ]
-        hidden += [program for _, program in tried if isinstance(program, str)]
-        if doubles:
-            break
-    together = _together(doubles) if len(doubles) > 1 else None
-    if together and isinstance(joined := doubled(together), Program):
-        doubles = [(together, joined)]
-    if len(doubles) == 1:
-        ((batch, program),) = doubles
-        batch = dataclasses.replace(
-            batch, lies=_lies(arrays[k] for k in batch.leaves or ())
-        )
-    else:
-        program, several = flat(closed), [batch for batch, _ in doubles]
-        batch = dataclasses.replace(
-            _merged(several),
-            num_examples=None,
-            leaves=None,
-            hidden=_why_hidden(several, hidden),
-        )
-        mark_live(program)
-    place(program, len(names), batch.leaves, batch.num_examples)
+    positions = None
+    if batch.leaves is not None:
+        positions = {leaf.position for leaf in batch.leaves}
+    place(program, len(names), positions, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
 
-def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def _try(compared: Callable, batch: Batch) -> Program | str:
+    """Return the program with its growth recorded, which `compared` computes, or the reason why that fails."""
+    twice = f"{2 * (batch.num_examples or 0)} examples in {batch.where}"
+    try:
+        program = compared(batch)
+    except AnotherProgramError:
+        return f"with {twice} the loss is another program"
+    # A model with a hard-coded batch size may raise anything.
+    except Exception as error:
+        reason, *_ = [*str(error).strip().splitlines(), ""]
+        return (
+            f"the loss cannot be traced with {twice} ({type(error).__name__}: {reason})"
+        )
+    mark_live(program)
+    for op in program.walk():
+        grown = op.longer or any(any(value.grown) for value in op.outputs)
+        if op.alive and grown:
+            return program
+    return f"nothing that the loss depends on grows with {batch.where}"
+
+
+def _find_batch(
+    compared: Callable, candidates: Iterator[list[Batch]]
+) -> tuple[Batch, Program | None]:
+    """Return the batch, and the program with its growth recorded.
+
+    The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
+    batch. Unless exactly one candidate is left, the loss hides its examples, and the program is None.
+    """
+    doubles: list[tuple[Batch, Program]] = []
+    reasons = []
+    for batches in candidates:
+        for batch in batches:
+            program = _try(compared, batch)
+            if isinstance(program, str):
+                reasons.append(program)
+            else:
+                doubles.append((batch, program))
+        if doubles:
+            break
+    if len(doubles) == 1:
+        return doubles[0]
+    marked = _growing_with_marks(doubles)
+    if marked:
+        batch = _batch(marked)
+        program = _try(compared, batch)
+        if not isinstance(program, str):
+            return batch, program
+    several = [batch for batch, _ in doubles]
+    hidden = _why_hidden(several, reasons)
+    batch = _batch(_leaves_of(several))
+    return batch._replace(num_examples=None, leaves=None, hidden=hidden), None
+
+
+def _arrays_of(
+    tree: PyTree,
+) -> tuple[list[AnyArray], Callable]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    others = [None if is_array(leaf) else (leaf,) for leaf in leaves]
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    # A tree has no leaf that is None.
+    others = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def filled(arrays):
         queue = iter(arrays)
-        return jax.tree.unflatten(
-            structure, [next(queue) if other is None else other[0] for other in others]
-        )
+        leaves = [next(queue) if other is None else other for other in others]
+        return jax.tree.unflatten(structure, leaves)
 
-    return [leaf for leaf in leaves if is_array(leaf)], filled
+    return arrays, filled
 
 
-def _together(doubles: Sequence[tuple[Batch, Program]]) -> Batch | None:
-    """Merge candidates into a single batch, with the length of the longest.
+def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:
+    """Return the leaves of the candidates with which a marked output grows.
 
-    A candidate is left out if no marked output grows with it: examples may share such an array, for example a table of
-    anchors. The result is None if all candidates are left out, or if a marked output grows with two of them.
+    Examples may share the other candidates, for example a table of anchors. The result is empty if a marked output
+    grows with two candidates.
     """
-    marked = [
-        [op for op in p.walk() if op.alive and equations.mark(op.eqn)]
-        for _, p in doubles
-    ]
-    longer = [[any(op.outputs[0].grown[:-1]) for op in ops] for ops in marked]
-    batches = [
-        batch for (batch, _), each in zip(doubles, longer, strict=True) if any(each)
-    ]
-    return (
-        _merged(batches)
-        if batches and all(sum(each) <= 1 for each in zip(*longer, strict=True))
-        else None
-    )
+    batches = []
+    growing: list[int] = []
+    for batch, program in doubles:
+        marks = [op for op in program.walk() if op.alive and equations.mark(op.eqn)]
+        longer = [k for k, op in enumerate(marks) if any(op.outputs[0].grown[:-1])]
+        growing += longer
+        if longer:
+            batches.append(batch)
+    return [] if len(set(growing)) < len(growing) else _leaves_of(batches)
 
 
-def _merged(batches: Sequence[Batch]) -> Batch:
-    lengths = {batch.num_examples or 0 for batch in batches}
-    argnums = tuple(dict.fromkeys(k for batch in batches for k in batch.argnums))
-    leaves = frozenset[int]().union(*(batch.leaves or () for batch in batches))
-    return Batch(
-        max(lengths, default=0), argnums, leaves=leaves, several=len(lengths) > 1
-    )
+def _leaves_of(batches: Sequence[Batch]) -> list[Leaf]:
+    return [leaf for batch in batches for leaf in batch.leaves or ()]
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
-    if several:
-        each = " or ".join(
-            f"the {batch.num_examples} of {batch.where}" for batch in several
-        )
-        apart = len({batch.argnums for batch in several}) == len(several)
-        return f"the examples may be {each}{': what is no batch belongs in an argument of its own' * (not apart)}"
-    return (
-        reasons[0]
-        if reasons
-        else "no argument of the loss has an array with a leading axis"
-    )
+    if not several:
+        return (*reasons, "no argument of the loss has an array with a leading axis")[0]
+    parts = [f"the {batch.num_examples} of {batch.where}" for batch in several]
+    message = f"the examples may be {' or '.join(parts)}"
+    if len({batch.argnums for batch in several}) < len(several):
+        message += ": what is no batch belongs in an argument of its own"
+    return message
 
 
-def _lies(leaves: Iterable[Any]) -> AxisName | None:
-    """Return the explicit mesh axes along which all arrays are split; None if the arrays differ."""
-    specs = {
-        jax.typeof(leaf).sharding.spec[0]
-        for leaf in leaves
-        if isinstance(leaf, jax.Array)
-    }
+def split_over(traced: Trace) -> AxisName | None:
+    """Return the explicit mesh axes along which all arrays of the batch are split; None if the arrays differ."""
+    specs = set()
+    for leaf in traced.batch.leaves or ():
+        array = traced.arrays[leaf.position]
+        if isinstance(array, jax.Array):
+            specs.add(jax.typeof(array).sharding.spec[0])
     return specs.pop() if len(specs) == 1 else None
 
 
-def _checked(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        what = (
-            f"an array of shape {jnp.shape(out)}"
-            if hasattr(out, "shape")
-            else f"a {type(out).__name__}"
-        )
-        raise TypeError(
-            f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out"
-        )
-    loss, aux = out if has_aux else (out, None)
-    if (
-        not is_array(loss)
-        or jnp.shape(loss) != ()
-        or not jnp.issubdtype(loss.dtype, jnp.floating)
-    ):
-        what = (
-            f"shape {jnp.shape(loss)}, dtype {loss.dtype}"
-            if is_array(loss)
-            else type(loss).__name__
-        )
-        hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
-        raise TypeError(
-            f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
-        )
-    return loss, aux
+def _checked(out: Any, has_aux: bool) -> tuple[AnyArray, PyTree]:
+    """Return the loss and `aux`, or raise if the loss function has returned something else."""
+    loss = out
+    aux = None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            what = f"a {type(out).__name__}"
+            if hasattr(out, "shape"):
+                what = f"an array of shape {jnp.shape(out)}"
+            raise TypeError(
+                f"with has_aux=True loss_fn must return (loss, aux), but it returned {what}: leave has_aux out"
+            )
+        loss, aux = out
+    what = type(loss).__name__
+    if is_array(loss):
+        if loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
+            return loss, aux
+        what = f"shape {loss.shape}, dtype {loss.dtype}"
+    hint = "" if has_aux else "; for a pair (loss, aux) pass has_aux=True"
+    raise TypeError(
+        f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
+    )
 
 
-def _twice(x: Any) -> Any:
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+def _twice(x: AnyArray) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array with twice as many examples."""
+    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return aval.update(shape=(2 * aval.shape[0], *aval.shape[1:]))
 
 
@@ -337,13 +340,16 @@ class Leaf(NamedTuple):
     """
 
     position: int
-    argument: int | str
+    argument: ArgKey
     name: str
     length: int | None
 
 
 def _candidates(
-    args: tuple, kwargs: dict, batch_argnums: Argnums, shared: Collection[str]
+    args: tuple,
+    kwargs: Mapping[str, PyTree],
+    batch_argnums: Argnums,
+    shared: Collection[str],
 ) -> Iterator[list[Batch]]:
     """Yield the candidates for the batch in stages. The first stage with a candidate that can be doubled decides.
 
@@ -352,80 +358,95 @@ def _candidates(
     - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
     - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
-    arguments: dict[int | str, Any] = dict(enumerate(args, 1)) | {
-        name: kwargs[name] for name in sorted(kwargs)
-    }
+    arguments: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
+    for name in sorted(kwargs):
+        arguments[name] = kwargs[name]
+    leaves = _leaves(arguments, shared)
+    first: list[ArgKey] = [1]
+    if batch_argnums is not None:
+        first = named_arguments(batch_argnums, arguments, len(args))
+    alike = _of_equal_length(leaves, first)
+    yield [_batch(group, leaves) for group in alike]
+    batches = []
+    for group in alike:
+        for out in group if 1 < len(group) <= FEW else ():
+            rest = [leaf for leaf in group if leaf is not out]
+            batches.append(_batch(rest, leaves))
+    yield batches
+    if batch_argnums is not None:
+        return
+    others = [key for key in arguments if key != 1]
+    for start in ((1,), ()):
+        # The first argument alone was tried above.
+        for count in range(1, len(others) + 1):
+            batches = []
+            for keys in itertools.combinations(others, count):
+                chosen = {*start, *keys}
+                for group in _of_equal_length(leaves, chosen):
+                    if {leaf.argument for leaf in group} == chosen:
+                        batches.append(_batch(group, leaves))
+            yield batches
+
+
+def leading_length(
+    leaf: object,
+    name: str,
+    shared: Collection[str],
+) -> int | None:
+    """Return the length of a leaf's first axis, or None if the axis cannot hold examples.
+
+    The leaf, called `name`, holds no examples if it is a scalar, a PRNG key or not an array, or if it is in `shared`.
+    """
+    if not is_array(leaf) or not leaf.shape or is_key(leaf) or name in shared:
+        return None
+    return leaf.shape[0]
+
+
+def _leaves(arguments: Mapping[ArgKey, PyTree], shared: Collection[str]) -> list[Leaf]:
+    """Return all arrays in the arguments. The names in `shared` are known to hold no examples."""
     leaves: list[Leaf] = []
     for key, argument in arguments.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
+        for path, leaf in jax.tree.leaves_with_path(argument):
             if is_array(leaf):
                 name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-                alone = not leaf.shape or is_key(leaf) or name in shared
-                leaves.append(
-                    Leaf(len(leaves), key, name, None if alone else leaf.shape[0])
-                )
+                length = leading_length(leaf, name, shared)
+                leaves.append(Leaf(len(leaves), key, name, length))
+    return leaves
 
-    def candidate(chosen: Sequence[Leaf]) -> Batch:
-        argnums = tuple(dict.fromkeys(leaf.argument for leaf in chosen))
-        shared = tuple(
-            leaf.name
-            for leaf in leaves
-            if leaf.argument in argnums and leaf not in chosen
-        )
-        return Batch(
-            chosen[0].length,
-            argnums,
-            shared,
-            leaves=frozenset(leaf.position for leaf in chosen),
-        )
 
-    def of_lengths(keys: Collection[int | str]) -> list[list[Leaf]]:
-        """Group the leaves of these arguments by length, the largest group first.
+def _of_equal_length(
+    leaves: Sequence[Leaf], keys: Collection[ArgKey]
+) -> list[list[Leaf]]:
+    """Group the leaves of the arguments `keys` by length, the largest group first."""
+    groups: dict[int, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.argument in keys and leaf.length:
+            groups.setdefault(leaf.length, []).append(leaf)
+    return sorted(groups.values(), key=len, reverse=True)
 
-        If the user chose no arguments, each group needs a leaf of every argument in `keys`.
-        """
-        of_keys = [leaf for leaf in leaves if leaf.argument in keys and leaf.length]
-        lengths = dict.fromkeys(leaf.length for leaf in of_keys)
-        alike = [
-            [leaf for leaf in of_keys if leaf.length == length] for length in lengths
-        ]
-        whole = (
-            group
-            for group in alike
-            if named is not None or {leaf.argument for leaf in group} == set(keys)
-        )
-        return sorted(whole, key=len, reverse=True)
 
-    named = (
-        None
-        if batch_argnums is None
-        else named_arguments(batch_argnums, arguments, len(args))
+def _batch(chosen: Sequence[Leaf], leaves: Sequence[Leaf] = ()) -> Batch:
+    """Return the batch that consists of the `chosen` leaves. All other `leaves` of their arguments are shared."""
+    argnums = dict.fromkeys(leaf.argument for leaf in chosen)
+    lengths = {leaf.length or 0 for leaf in chosen}
+    shared = []
+    for leaf in leaves:
+        if leaf.argument in argnums and leaf not in chosen:
+            shared.append(leaf.name)
+    return Batch(
+        max(lengths, default=0),
+        tuple(argnums),
+        tuple(shared),
+        leaves=tuple(chosen),
+        several=len(lengths) > 1,
     )
-    first = [key for key in arguments if key == 1] if named is None else named
-    alike = of_lengths(first) if first else []
-    yield [candidate(group) for group in alike]
-    few = [group for group in alike if 1 < len(group) <= FEW]
-    yield [
-        candidate([leaf for leaf in group if leaf is not out])
-        for group in few
-        for out in group
-    ]
-    for own_first in (True, False) if named is None else ():
-        for count in range(
-            2 if own_first else 1, len(arguments) + 1
-        ):  # the first argument alone was tried above
-            keys = [set(keys) for keys in itertools.combinations(arguments, count)]
-            chosen = [each for each in keys if (1 in each) == own_first]
-            yield [
-                candidate(group)
-                for together in chosen
-                for group in of_lengths(together)
-            ]
 
 
 def named_arguments(
-    batch_argnums: Argnums, arguments: Collection[int | str], count: int
-) -> list[int | str]:
+    batch_argnums: Argnums,
+    arguments: Collection[ArgKey],
+    count: int,
+) -> list[ArgKey]:
     """Return the arguments that `batch_argnums` names.
 
     `arguments` are all arguments after `params`; the first `count` of them are positional.
@@ -433,29 +454,28 @@ def named_arguments(
     Raises:
       ValueError: a named argument does not exist, or is `params`.
     """
-    keys = [
-        k % (count + 1) if isinstance(k, int) and -count - 1 < k <= count else k
-        for k in as_argnums(batch_argnums)
-    ]
-    for key in keys:
+    keys: dict[ArgKey, None] = {}
+    for key in as_argnums(batch_argnums):
+        if isinstance(key, int) and -count - 1 < key < 0:
+            key += count + 1
         if key not in arguments:
             there = ", ".join(map(repr, arguments)) or "not given by position"
             raise ValueError(
                 f"batch_argnums={batch_argnums!r} has {key!r}, but the arguments after params are {there}"
             )
-    return list(dict.fromkeys(keys))
+        keys[key] = None
+    return list(keys)
 
 
 def batch_of(
-    layers: Layers, args: tuple, kwargs: dict
+    layers: Layers,
+    args: tuple,
+    kwargs: Mapping[str, PyTree],
 ) -> tuple[Argnums, Collection[str]]:
     """Return the arguments that hold the examples, and the shared arrays in them, as `layers` knows them.
 
     The result is `(None, ())` if the call has no such arguments.
     """
-    present = tuple(
-        k
-        for k in layers.batch_argnums
-        if (k in kwargs if isinstance(k, str) else 0 < k <= len(args))
-    )
+    arguments = {*range(1, len(args) + 1), *kwargs}
+    present = tuple(key for key in layers.batch_argnums if key in arguments)
     return (present, layers.shared) if present else (None, ())

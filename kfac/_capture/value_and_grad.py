@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +24,15 @@ from kfac._capture.outputs import (
 from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
-from kfac._capture.trace import Trace, batch_of, is_array, is_key, trace
+from kfac._capture.taps import Probes
+from kfac._capture.trace import (
+    Trace,
+    batch_of,
+    is_array,
+    is_key,
+    is_typed_key,
+    trace,
+)
 from kfac._checks import (
     check,
     check_by_layer,
@@ -34,6 +43,7 @@ from kfac._checks import (
 )
 from kfac._factors import Factors
 from kfac._layers import Layers
+from kfac._leaves import PyTree
 from kfac._varying import (
     as_varying,
     device_axes,
@@ -108,7 +118,7 @@ def value_and_grad(
         `"expected"` or weights: the loss depends on a parameter on which no marked output depends.
     """
     check(has_aux=has_aux)
-    evaluate = _evaluator(
+    evaluate = Evaluator(
         loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
     )
 
@@ -161,106 +171,127 @@ def statistics(
     """
     check(has_aux=has_aux)
     every = check_fraction("fraction", fraction)
-    evaluator = functools.partial(_evaluator, loss_fn, layers, has_aux, fisher)
-    evaluator(num_examples, communication_dtype)  # to check the arguments early
+    evaluator = Evaluator(
+        loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
+    )
 
     @on_mesh
     @functools.wraps(loss_fn)
     def factors_of(params, *args, **kwargs):
-        examples = num_examples
+        evaluate = evaluator
         if every > 1:
-            thinned = every_example(layers, args, kwargs, every)
-            args, kwargs, examples = (
-                thinned.args,
-                thinned.kwargs,
-                thinned.of(num_examples),
-            )
-        evaluate = evaluator(examples, communication_dtype)
+            part = every_example(layers, args, kwargs, every)
+            args = part.args
+            kwargs = part.kwargs
+            examples = part.of(num_examples)
+            evaluate = dataclasses.replace(evaluator, num_examples=examples)
         return evaluate(params, args, kwargs, gradients=False)[2]
 
     return factors_of
 
 
-def _evaluator(
-    loss_fn: Callable[..., Any],
-    layers: Layers,
-    has_aux: bool,
-    fisher: str,
-    num_examples: int | None,
-    communication_dtype: str,
-) -> Callable[..., tuple[tuple[Any, Any], Any, Factors]]:
-    """Return a function of parameters and arguments that returns `(loss, aux)`, gradients or None, and factors."""
-    check_layers(layers)
-    check_function(loss_fn)
-    check(fisher=fisher, communication_dtype=communication_dtype)
-    check_given(num_examples=num_examples)
-    drawn = fisher != "empirical"
-    own_paths = {
-        path for layer in layers.with_gradient_factors for path in layer.params
-    }
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Computes the loss, its gradients and its statistics. The attributes are the arguments of `value_and_grad`."""
 
-    def evaluate(params, args, kwargs, gradients):
-        key, basis = _fisher_key(kwargs, fisher), kwargs.pop("basis", None)
+    loss_fn: Callable[..., Any]
+    layers: Layers
+    has_aux: bool
+    fisher: str
+    num_examples: int | None
+    communication_dtype: str
+
+    def __post_init__(self):
+        """Check the arguments."""
+        check_layers(self.layers)
+        check_function(self.loss_fn)
+        check(fisher=self.fisher, communication_dtype=self.communication_dtype)
+        check_given(num_examples=self.num_examples)
+
+    def __call__(
+        self,
+        params: PyTree,
+        args: tuple,
+        kwargs: dict[str, PyTree],
+        gradients: bool,
+    ) -> tuple[tuple[jax.Array, PyTree], PyTree, Factors]:
+        """Return `(loss, aux)`, the gradients, or None without `gradients`, and the factors."""
+        key = _fisher_key(kwargs, self.fisher)
+        basis = kwargs.pop("basis", None)
         if basis is not None:
-            check_basis(basis, layers)
+            check_basis(basis, self.layers)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
-        axes = varying_axes(
-            [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
-        )
+        axes = _axes_of_arrays((args, kwargs))
         params = as_varying(params, axes | varying_axes(params))
-        traced = trace(
-            loss_fn, has_aux, params, args, kwargs, *batch_of(layers, args, kwargs)
-        )
+        batch = batch_of(self.layers, args, kwargs)
+        traced = trace(self.loss_fn, self.has_aux, params, args, kwargs, *batch)
         _check_own(traced, axes)
-        marks = find_marks(traced)
-        if drawn or marks.weighted:
-            marks.require(
-                f"fisher={fisher!r}" if drawn else "weight= of kfac.output",
-                traced,
-                layers.skipped_paths,
-            )
-            mark_live(traced.program, [mark.op for mark in marks.marks])
+        marks = self._marks(traced)
         planned = plan_taps(
-            traced, layers, marks, num_examples, basis is not None, communication_dtype
+            traced,
+            self.layers,
+            marks,
+            self.num_examples,
+            basis is not None,
+            self.communication_dtype,
         )
-        entries: dict[Any, Any] = {}
-        for name, sums in planned.sums.items():
-            entries |= sums.basis(basis[name]) if sums.basis else {}
+        entries = planned.eigenvectors(basis or {})
         if key is not None:
-            marks.place(
-                planned.plan,
-                lambda mark: Draw(mark, planned.num_examples, fisher == "expected"),
-            )
-            entries |= keys_of(
-                marks,
-                device_key(key, axes | varying_axes([*traced.program.consts.values()])),
-            )
+            n = planned.num_examples
+            expected = self.fisher == "expected"
+            marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
+            consts = list(traced.program.consts.values())
+            key = device_key(key, axes | varying_axes(consts))
+            entries |= keys_of(marks, key)
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= weights_to(marks, 0)
-        flat, treedef = jax.tree.flatten(params)
-        probes = jax.tree.map(
-            lambda probe: lying_as(jnp.zeros(probe.shape, probe.dtype), probe),
-            planned.probes,
-        )
-        probes = as_varying(probes, axes | varying_axes(params))
-        wanted = {
-            k: leaf
-            for k, leaf in enumerate(flat)
-            if gradients or traced.names[k] in own_paths
-        }
-        outs, found, factors = _differentiate(
-            traced, planned, flat, wanted, probes, entries, fisher, marks
-        )
-        own = {
-            traced.names[k]: leaf
-            for k, leaf in found.items()
-            if traced.names[k] in own_paths
-        }
-        grads = jax.tree.unflatten(treedef, list(found.values())) if gradients else None
-        return traced.rebuild(outs), grads, Factors(factors, own)
+        leaves, structure = jax.tree.flatten(params)
+        # The layers with gradient factors need their gradients.
+        own = {}
+        for layer in self.layers.with_gradient_factors:
+            for path in layer.params:
+                own[path] = traced.names.index(path)
+        wanted = dict(enumerate(leaves))
+        if not gradients:
+            wanted = {k: leaves[k] for k in own.values()}
 
-    return evaluate
+        def run(wanted, entries):
+            inputs = [wanted.get(k, leaf) for k, leaf in enumerate(leaves)]
+            inputs += traced.arrays
+            return replay(traced.program, inputs, planned.plan, entries)
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
+        probes = lying_as(zeros, planned.probes)
+        probes = as_varying(probes, axes | varying_axes(params))
+        outs, found, factors = _differentiate(
+            run, planned, marks, wanted, probes, entries, self.fisher
+        )
+        grads = None
+        if gradients:
+            grads = jax.tree.unflatten(structure, list(found.values()))
+        factors = Factors(factors, {path: found[k] for path, k in own.items()})
+        return traced.rebuild(outs), grads, factors
+
+    def _marks(self, traced: Trace) -> Marks:
+        """Find the marked outputs.
+
+        If the statistics come from marks only, check that all parameters reach a mark, and record the operations that
+        do.
+        """
+        marks = find_marks(traced)
+        drawn = self.fisher != "empirical"
+        if drawn or marks.weighted:
+            what = f"fisher={self.fisher!r}" if drawn else "weight= of kfac.output"
+            marks.require(what, traced, self.layers.skipped_paths)
+            mark_live(traced.program, [mark.op for mark in marks.marks])
+        return marks
+
+
+def _axes_of_arrays(tree: PyTree) -> frozenset[str]:
+    """Return the axes over which an array in `tree` varies. Other leaves may have any type."""
+    leaves = jax.tree.leaves(tree)
+    return varying_axes([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
 
 
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
@@ -270,80 +301,75 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
     the axes over which the arguments vary.
     """
     missing = sorted(differing - varying_in(traced.loss))
-    if axes := traced.program.axes_averaged_over() or missing:
-        how = "return the mean over this device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
+    axes = traced.program.axes_averaged_over() or missing
+    if axes:
         raise ValueError(
-            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: {how}"
+            f"loss_fn returns an average over the devices of {', '.join(map(repr, axes))}: return the mean over this "
+            "device's own examples, and average afterwards, jax.lax.pmean(loss, axes)"
         )
 
 
 def _differentiate(
-    traced: Trace,
+    run: Callable,
     planned: Planned,
-    flat: list[Any],
-    wanted: dict[int, Any],
-    probes: Any,
-    entries: Any,
-    fisher: str,
     marks: Marks,
-) -> tuple[Any, dict[int, Any], Factors]:
+    wanted: dict[int, jax.Array],
+    probes: Probes,
+    entries: Probes,
+    fisher: str,
+) -> tuple[list[jax.Array], dict[int, jax.Array], Factors]:
     """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
 
     Args:
-      traced: the loss.
+      run: evaluates the loss with its taps, from parameter leaves by position and the entries among the probes. Returns
+        the loss function's outputs, and the values that the marks hand out.
       planned: the taps.
-      flat: the parameter leaves.
+      marks: the marked outputs.
       wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
       probes: zeros, whose cotangents are the statistics.
       entries: further inputs of taps and marks.
       fisher: as in `value_and_grad`.
-      marks: the marked outputs.
 
     Returns:
       The loss function's outputs, the wanted gradients by position, and the factors.
     """
 
-    def losses_of(wanted, probes, entries=entries):
-        leaves = [wanted.get(k, leaf) for k, leaf in enumerate(flat)]
-        outs, drawn = replay(
-            traced.program,
-            [*leaves, *traced.arrays],
-            planned.plan,
-            {**probes, **entries},
-        )
-        # A scan around a mark stacks the zeros of its iterations.
-        dims = 1 if fisher == "expected" else 0
-        zeros = [jnp.sum(x, axis=tuple(range(x.ndim - dims))) for x in drawn.values()]
+    def losses_of(wanted, probes):
+        outs, handed = run(wanted, {**probes, **entries})
+        zeros = []
+        for x in handed.values():
+            # A scan around a mark stacks the zeros of its iterations.
+            scans = x.ndim - 1 if fisher == "expected" else x.ndim
+            zeros.append(jnp.sum(x, axis=tuple(range(scans))))
         return (outs[0], zeros), outs
 
-    (value, zeros), pull_back, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
-    grads, sums = pull_back((jnp.ones_like(value), zeros))
+    (value, zeros), pull, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
+    grads, sums = pull((jnp.ones_like(value), zeros))
     if fisher == "empirical":
-        if marks.weighted:  # a term of weight `w` has `w` times the curvature, but gradients `w` times as long
-            _, pull_weighted = jax.vjp(
-                lambda probes: losses_of(
-                    wanted, probes, entries | weights_to(marks, -0.5)
-                )[0][0],
-                probes,
-            )
-            (sums,) = pull_weighted(jnp.ones_like(value))
+        if marks.weighted:
+            # A term of weight `w` has `w` times the curvature, but gradients `w` times as long.
+            weights = weights_to(marks, -0.5)
+
+            def loss_of(probes):
+                return run(wanted, {**probes, **entries, **weights})[0][0]
+
+            value, pull = jax.vjp(loss_of, probes)
+            (sums,) = pull(jnp.ones_like(value))
         return outs, grads, planned.factors(sums)
 
     def factors_of(cotangents):
-        return planned.factors(pull_back((jnp.zeros_like(value), cotangents))[1])
+        return planned.factors(pull((jnp.zeros_like(value), cotangents))[1])
 
     if fisher == "sampled":
         return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
     features, unravel = ravel_pytree(zeros)
-    units = as_varying(
-        jnp.eye(len(features), dtype=features.dtype), varying_axes(features)
-    )
-    return outs, grads, _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
+    units = jnp.eye(len(features), dtype=features.dtype)
+    units = as_varying(units, varying_axes(features))
+    factors = _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
+    return outs, grads, factors
 
 
-def _sum_of_moments(
-    factors_of: Callable[[jax.Array], Factors], units: jax.Array
-) -> Factors:
+def _sum_of_moments(factors_of: Callable, units: jax.Array) -> Factors:
     """Sum the second moments of gradients over all units.
 
     Statistics that do not depend on the units, such as `A`, stay as they are.
@@ -356,7 +382,7 @@ def _sum_of_moments(
     return jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
 
 
-def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
+def _fisher_key(kwargs: dict[str, PyTree], fisher: str) -> jax.Array | None:
     """Remove the PRNG key from the keywords and return it as a typed key; None if nothing is drawn."""
     key = kwargs.pop("fisher_key", None)
     if fisher == "empirical":
@@ -366,23 +392,16 @@ def _fisher_key(kwargs: dict[str, Any], fisher: str) -> jax.Array | None:
             )
         return None
     if key is None:
-        what, how = (
-            "targets" if fisher == "sampled" else "signs",
-            "fisher_key=jax.random.key(step)",
-        )
+        what = "targets" if fisher == "sampled" else "signs"
         raise ValueError(
-            f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, {how}"
+            f"fisher={fisher!r} draws {what}: pass a PRNG key at the call, fisher_key=jax.random.key(step)"
         )
     if not is_key(key):
         what = f"{key.dtype}{list(key.shape)}" if is_array(key) else repr(key)
         raise ValueError(
             f"fisher_key must be a single PRNG key, such as jax.random.key(step), but is {what}"
         )
-    return (
-        key
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        else jax.random.wrap_key_data(key)
-    )
+    return key if is_typed_key(key) else jax.random.wrap_key_data(key)
 
 
 def plain_value_and_grad(
@@ -396,7 +415,7 @@ def plain_value_and_grad(
         # The loss gets copies of objects among the arguments, because tracing may change flax nnx objects.
         leaves, structure = jax.tree.flatten((args, kwargs))
         if device_axes():
-            axes = varying_axes([x for x in leaves if isinstance(x, jax.Array)])
+            axes = _axes_of_arrays(leaves)
             params = as_varying(params, axes | varying_axes(params))
             _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
 
@@ -409,11 +428,10 @@ def plain_value_and_grad(
     return evaluate
 
 
-def check_basis(basis: Any, layers: Layers) -> None:
+def check_basis(basis: object, layers: Layers) -> None:
     """Raise if `basis` is not an eigenbasis of these layers, as `eigenbasis` returns it."""
     how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
         raise ValueError(f"basis is of type {type(basis).__name__}: {how}")
-    check_by_layer(
-        "basis", basis, [layer for layer in layers if layer.correctable], how
-    )
+    correctable = [layer for layer in layers if layer.correctable]
+    check_by_layer("basis", basis, correctable, how)

@@ -1,0 +1,105 @@
+"""Parameter leaves: their paths, and their conversion to a stack of matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Nested containers with any leaves, such as parameters or the arguments of a loss.
+PyTree: TypeAlias = Any
+
+
+class Layout(NamedTuple):
+    """How a leaf becomes a stack of matrices. An atom is an axis of the leaf or a strided part of an axis.
+
+    Attributes:
+      roles: the role of each atom in memory order: `"stack"`, `"out"` or `"in"`.
+      sizes: the length of each atom.
+    """
+
+    roles: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def size(self, role: str) -> int:
+        return math.prod(
+            s for r, s in zip(self.roles, self.sizes, strict=True) if r == role
+        )
+
+    @property
+    def transposed(self) -> Layout:
+        """The layout with inputs and outputs swapped."""
+        swapped = {"in": "out", "out": "in", "stack": "stack"}
+        return self._replace(roles=tuple(swapped[role] for role in self.roles))
+
+    def _order(self) -> list[int]:
+        order = ("stack", "in", "out")
+        axes = range(len(self.roles))
+        return sorted(axes, key=lambda k: order.index(self.roles[k]))
+
+    def to_rows(self, leaf: jax.Array) -> jax.Array:
+        """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
+        rows = leaf.reshape(self.sizes).transpose(self._order())
+        return rows.reshape(self.size("stack"), self.size("in"), self.size("out"))
+
+    def from_rows(self, rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """Undo `to_rows` for a leaf of shape `shape`."""
+        order = self._order()
+        inverse = [order.index(k) for k in range(len(order))]
+        atoms = rows.reshape([self.sizes[k] for k in order])
+        return atoms.transpose(inverse).reshape(shape)
+
+
+def leaf_paths(tree: PyTree) -> list[str]:
+    """Return the leaves' paths as `a/b/c`, in order.
+
+    A flax nnx `Variable` with a single array adds nothing to the path. A tree that is a bare array has the path
+    `params`.
+    """
+    paths = []
+    for outer, node in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
+        inside = [inner for inner, _ in jax.tree.leaves_with_path(node)]
+        if _is_variable(node) and len(inside) == 1:
+            inside = [()]
+        for inner in inside:
+            path = (*outer, *inner)
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            paths.append(name or "params")
+    return paths
+
+
+def _is_variable(node: object) -> bool:
+    for base in type(node).__mro__:
+        if base.__module__.startswith("flax.nnx"):
+            if base.__name__ in ("Variable", "VariableState"):
+                return True
+    return False
+
+
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a parameter or gradient tree by path."""
+    return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def map_by_path(fn: Callable[[str, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    """Map `fn(path, leaf)` over the leaves of `tree`."""
+    leaves = [fn(path, leaf) for path, leaf in leaves_by_path(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def find_splits(params: PyTree) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return the path and spec of each parameter if any parameter is split over a mesh, otherwise an empty tuple.
+
+    Tracers count as unsplit, so the result is empty under `jit`.
+    """
+    specs = {}
+    for path, x in leaves_by_path(params).items():
+        if isinstance(x, jax.core.Tracer):
+            continue
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            specs[path] = sharding.spec
+    return tuple(sorted(specs.items())) if any(map(any, specs.values())) else ()
