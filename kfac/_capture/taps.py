@@ -25,7 +25,6 @@ from kfac._layers import Layer
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
     Arrangement,
-    Form,
     Groups,
     Lookup,
     OneHot,
@@ -138,7 +137,7 @@ class KroneckerTap:
             a = a * number**2
         return Kronecker(a, g, moments)
 
-    def _side(self, side: str, rows: Form) -> jax.Array:
+    def _side(self, side: str, rows: Any) -> jax.Array:
         """Return the sums of the rows on the side `"A"` (inputs) or `"G"` (output gradients)."""
         layer = self.layer
         if layer.weight_sharing == "reduce":
