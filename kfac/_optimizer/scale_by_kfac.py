@@ -163,12 +163,9 @@ class Preconditioner:
         params: PyTree | None = None,
         **extra: object,
     ) -> tuple[PyTree, KfacState]:
-        config = self.config
         # Check before the gradients are stacked by owner.
-        check_groups(config.groups, state)
-        if not self.reads_params:
-            params = None
-        elif params is None:
+        check_groups(self.config.groups, state)
+        if self.reads_params and params is None:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
@@ -180,15 +177,17 @@ class Preconditioner:
             axes = axis_names(uses.axis) or device_axes()
             averaged = varying_axes(updates).intersection(axes)
             updates = Way(tuple(sorted(averaged))).mean(updates)
-        config = dataclasses.replace(config, way=way)
+        config = dataclasses.replace(self.config, way=way)
         damping = value_at(self.options.damping, state.count)
         now = config.moves.at(state.count, damping)
         if not self.told and is_overdue(state, self.options.statistics_every):
             self.told.append(True)
             warnings.warn(OVERDUE, stacklevel=2)
         match_leaves(config.layers, updates, "updates")
-        if params is not None:
+        if self.reads_params:
             match_leaves(config.layers, params, "params")
+        else:
+            params = None
         if mesh is not None:
             check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
