@@ -84,7 +84,8 @@ def find_layers(
         keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
         consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
         these arguments are shared by all examples, and the table names them. None: the first argument after `params`.
-        If this argument cannot be doubled, as few arguments as possible that share a leading length.
+        If this argument cannot be doubled, as few arguments as possible that share a leading length. The examples must
+        be on the first axis: the steps of a time-major batch would be taken for examples.
       strict: whether to raise an error if a leaf meets data in a way without exact rows.
       **kwargs: keyword arguments of `loss_fn`.
 
