@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from kfac._layers import Layer, Layers
 from kfac._packing import Shape
@@ -68,7 +69,7 @@ def check_count(
     """Raise if a value is not an integer, or is below `low`. Scalar arrays and floats with integral values pass."""
     if isinstance(value, jax.core.Tracer):
         return
-    is_number = isinstance(value, int | float | np.integer | np.ndarray | jax.Array)
+    is_number = isinstance(value, int | float | np.integer | np.ndarray | Array)
     valid = is_number and not isinstance(value, bool) and np.shape(value) == ()
     if not valid or not math.isfinite(value) or value != int(value) or value < low:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._packing import Shape, as_vectors, from_vectors
@@ -61,7 +61,7 @@ class Statistics:
         """Undo `packed`."""
         return self
 
-    def unscaled(self, by: Callable[[jax.Array], jax.Array]) -> Any:
+    def unscaled(self, by: Callable[[Array], Array]) -> Any:
         """Apply `by`, a division, to all second moments of gradients."""
         raise NotImplementedError
 
@@ -70,11 +70,11 @@ class Uncombined(Statistics):
     """Statistics that have to be combined into a block. `A` and `G` are the factors of the combined block."""
 
     @property
-    def A(self) -> jax.Array:
+    def A(self) -> Array:
         return self.combined().A
 
     @property
-    def G(self) -> jax.Array:
+    def G(self) -> Array:
         return self.combined().G
 
 
@@ -131,12 +131,12 @@ class Kronecker(Statistics):
 _kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
-def is_diagonal(stack: jax.Array) -> bool:
+def is_diagonal(stack: Array) -> bool:
     """Return whether stacked Kronecker factors are diagonals `[k, d]` instead of matrices `[k, d, d]`."""
     return stack.ndim == 2
 
 
-def diagonals(stack: jax.Array) -> jax.Array:
+def diagonals(stack: Array) -> Array:
     """Return the diagonals `[k, d]` of stacked factors `[k, d, d]` or `[k, d]`."""
     if is_diagonal(stack):
         return stack
@@ -238,7 +238,7 @@ class Packed(Uncombined):
         return self.flat.A.dtype
 
     @property
-    def moments(self) -> jax.Array | None:
+    def moments(self) -> Array | None:
         if self.flat.moments is None:
             return None
         return self.combined().moments
@@ -318,17 +318,17 @@ class Tied(Uncombined):
 
 def safe_ratio(
     above: jax.typing.ArrayLike,
-    below: jax.Array,
-) -> jax.Array:
+    below: Array,
+) -> Array:
     """Return `above / below`, and 0 where `below` is not positive."""
     positive = below > 0
     return jnp.where(positive, above / jnp.where(positive, below, 1), 0)
 
 
 def per_block(
-    values: jax.Array,
-    like: jax.Array,
-) -> jax.Array:
+    values: Array,
+    like: Array,
+) -> Array:
     """Reshape one number per block, `[k]`, to `[k, 1, ...]`, so that it broadcasts to `like`. Scalars work too."""
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
@@ -388,7 +388,7 @@ class Factors(Mapping[str, Statistics]):
     def __init__(
         self,
         blocks: Mapping[str, Statistics],
-        gradients: Mapping[str, jax.Array] | None = None,
+        gradients: Mapping[str, Array] | None = None,
     ):
         self._blocks = dict(blocks)
         self.gradients = dict(gradients or {})

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from kfac._leaves import Layout as Layout
@@ -62,7 +63,7 @@ class BlockKind(abc.ABC):
         """Return the shapes of one block's statistics."""
 
     @abc.abstractmethod
-    def of_gradients(self, shapes: FactorShapes, gradients: jax.Array) -> Any:
+    def of_gradients(self, shapes: FactorShapes, gradients: Array) -> Any:
         """Form gradient factors from averaged gradients.
 
         Args:
@@ -199,9 +200,8 @@ class Layer:
     @property
     def kronecker(self) -> bool:
         """Whether the layer's block is a Kronecker product."""
-        return self.kind in KRONECKER_KINDS or (
-            self.kind == "gradient" and self.d_in > 1
-        )
+        gradient = self.kind == "gradient" and self.d_in > 1
+        return gradient or self.kind in KRONECKER_KINDS
 
     @property
     def block(self) -> Any:
@@ -274,7 +274,7 @@ class Layer:
             shapes[name] = (self.d_in if name == "A" else self.d_out,)
         return shapes
 
-    def to_pieces(self, matrix: jax.Array) -> jax.Array:
+    def to_pieces(self, matrix: Array) -> Array:
         """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
         a, g = self.cut
         rows = math.ceil(self.d_out / g)
@@ -286,7 +286,7 @@ class Layer:
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)
 
-    def from_pieces(self, pieces: jax.Array) -> jax.Array:
+    def from_pieces(self, pieces: Array) -> Array:
         """Undo `to_pieces`."""
         a, g = self.cut
         _, rows, columns = pieces.shape
@@ -294,7 +294,7 @@ class Layer:
         matrix = matrix.reshape(-1, g * rows, a * columns)
         return matrix[:, : self.d_out, : self.d_in]
 
-    def to_matrix(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def to_matrix(self, leaves: Sequence[Array]) -> Array:
         """Join the layer's leaves (parameters or gradients) to one array.
 
         Returns:
@@ -303,17 +303,17 @@ class Layer:
         """
         return self.to_rows(leaves).mT
 
-    def from_matrix(self, matrix: jax.Array) -> list[jax.Array]:
+    def from_matrix(self, matrix: Array) -> list[Array]:
         """Undo `to_matrix`."""
         return self.from_rows(matrix.mT)
 
-    def to_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
+    def to_rows(self, leaves: Sequence[Array]) -> Array:
         """Join the layer's leaves to `[copies, d_in, d_out]`, the memory order of most kernels."""
         pairs = zip(self.layouts, leaves, strict=True)
         rows = [layout.to_rows(leaf) for layout, leaf in pairs]
         return jnp.concatenate(rows, axis=-2) if len(rows) > 1 else rows[0]
 
-    def from_rows(self, rows: jax.Array) -> list[jax.Array]:
+    def from_rows(self, rows: Array) -> list[Array]:
         """Undo `to_rows`."""
         leaves = []
         start = 0

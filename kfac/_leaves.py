@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 # Nested containers with any leaves, such as parameters or the arguments of a loss.
@@ -40,12 +41,12 @@ class Layout(NamedTuple):
         axes = range(len(self.roles))
         return sorted(axes, key=lambda k: order.index(self.roles[k]))
 
-    def to_rows(self, leaf: jax.Array) -> jax.Array:
+    def to_rows(self, leaf: Array) -> Array:
         """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
         rows = leaf.reshape(self.sizes).transpose(self._order())
         return rows.reshape(self.size("stack"), self.size("in"), self.size("out"))
 
-    def from_rows(self, rows: jax.Array, shape: Sequence[int]) -> jax.Array:
+    def from_rows(self, rows: Array, shape: Sequence[int]) -> Array:
         """Undo `to_rows` for a leaf of shape `shape`."""
         order = self._order()
         inverse = [order.index(k) for k in range(len(order))]
@@ -84,7 +85,7 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
-def map_by_path(fn: Callable[[str, jax.Array], jax.Array], tree: PyTree) -> PyTree:
+def map_by_path(fn: Callable[[str, Array], Array], tree: PyTree) -> PyTree:
     """Map `fn(path, leaf)` over the leaves of `tree`."""
     leaves = [fn(path, leaf) for path, leaf in leaves_by_path(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)

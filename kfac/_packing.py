@@ -9,14 +9,14 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._varying import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 
 
-def pack(stack: jax.Array) -> jax.Array:
+def pack(stack: Array) -> Array:
     """Return the upper triangles of symmetric matrices `[k, d, d]` as `[k, h, 2 h + 1]`, with `h = ceil(d / 2)`.
 
     The triangles of the two diagonal blocks `[h, h]` together fill a rectangle of `h` by `h + 1`. The upper right block
@@ -37,9 +37,9 @@ def pack(stack: jax.Array) -> jax.Array:
 
 
 def pad_end(
-    x: jax.Array,
+    x: Array,
     *counts: int,
-) -> jax.Array:
+) -> Array:
     """Append zeros at the end of the last axes, as many as `counts`."""
     if not any(counts):
         return x
@@ -54,9 +54,9 @@ def packed_size(d: int) -> int:
 
 
 def unpack(
-    flat: jax.Array,
+    flat: Array,
     d: int,
-) -> jax.Array:
+) -> Array:
     """Undo `pack`.
 
     Args:
@@ -94,9 +94,9 @@ def room(
 
 
 def as_vectors(
-    x: jax.Array,
+    x: Array,
     shape: Shape,
-) -> jax.Array:
+) -> Array:
     """Return factors `[..., *shape]` as vectors `[..., pieces, elements]`.
 
     Args:
@@ -109,30 +109,30 @@ def as_vectors(
     return x.reshape(*lead, math.prod(shape[:-2]), -1)
 
 
-def filled(flat: jax.Array) -> jax.Array:
+def filled(flat: Array) -> Array:
     """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     return pad_end(flat, -flat.shape[-1] % devices)
 
 
 def from_vectors(
-    flat: jax.Array,
+    flat: Array,
     shape: Shape,
-) -> jax.Array:
+) -> Array:
     """Undo `as_vectors` and remove padding."""
     if len(shape) == 1:
         return flat[..., 0, : shape[0]]
     return unpack(flat, shape[-1]).reshape(*flat.shape[:-2], *shape)
 
 
-def flatten(tree: PyTree) -> jax.Array:
+def flatten(tree: PyTree) -> Array:
     """Concatenate the leaves `[k, ...]` of a tree to an array `[k, elements]`, in the widest of their dtypes."""
     flat = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(tree)]
     return jnp.concatenate(flat, axis=1)
 
 
 def unflatten(
-    flat: jax.Array,
+    flat: Array,
     like: PyTree,
 ) -> PyTree:
     """Undo `flatten`.
@@ -150,17 +150,17 @@ def unflatten(
 
 
 def cut(
-    x: jax.Array,
+    x: Array,
     lengths: Iterable[int],
-) -> list[jax.Array]:
+) -> list[Array]:
     """Split an array along its last axis into parts of these lengths."""
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
 def in_blocks(
-    rows: jax.Array,
+    rows: Array,
     count: int,
-) -> jax.Array:
+) -> Array:
     """Split rows `[..., n, d]` into `count` blocks of neighbouring features: `[..., count, n, features]`.
 
     The last block is padded with zeros.

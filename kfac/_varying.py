@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -147,9 +147,9 @@ def zeros_of(
 
 
 def device_key(
-    key: jax.Array,
+    key: Array,
     axes: frozenset[str],
-) -> jax.Array:
+) -> Array:
     """Return a PRNG key for this device by folding its index on the mesh axes `axes` into `key`.
 
     Under `pmap`, and under `shard_map` without its check, varying axes are unknown. Then all bound axes are used.
@@ -184,10 +184,10 @@ def dividing_axes(length: int) -> Axes:
 
 
 def sum_of_parts(
-    of: Callable[..., jax.Array],
+    of: Callable[..., Array],
     limit: int,
-    *arrays: jax.Array,
-) -> jax.Array:
+    *arrays: Array,
+) -> Array:
     """Split the examples into equal parts, apply a function to one part at a time, and return the sum of its results.
 
     Part `i` of `count` holds the examples `i`, `i + count`, `i + 2 count` and so on. If a batch is sharded over
@@ -220,10 +220,10 @@ def sum_of_parts(
 
 
 def _sum_of_parts(
-    of: Callable[..., jax.Array],
+    of: Callable[..., Array],
     limit: int,
-    *arrays: jax.Array,
-) -> jax.Array:
+    *arrays: Array,
+) -> Array:
     """Implement `sum_of_parts` for one device's share of the examples."""
     n = arrays[0].shape[0]
     size = min(n, limit)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 from kfac._checks import check, check_given, check_range
@@ -33,7 +33,7 @@ def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
     check(peak=peak, num_steps=num_steps)
     warmup = math.ceil(0.1 * num_steps)
 
-    def schedule(count: ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> Array:
         now = jnp.asarray(count, jnp.float32)
         falling = (num_steps - now) / max(num_steps - warmup, 1)
         return peak * jnp.clip(jnp.minimum((now + 1) / warmup, falling), 0.0, 1.0)
@@ -78,7 +78,7 @@ def coupled_momentum(
     check(momentum=momentum, learning_rate=learning_rate)
     check_given(reference_rate=reference_rate)
 
-    def schedule(count: ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> Array:
         count = jnp.asarray(count)
         rate = value_at(learning_rate, count)
         if reference_rate is None:
@@ -120,7 +120,7 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
     check_range("num_steps", num_steps, f"[{max(1, least)}, inf)", schedules=False)
     share = least / num_steps
 
-    def schedule(count: ArrayLike) -> jax.Array:
+    def schedule(count: ArrayLike) -> Array:
         # This is the recursion in closed form.
         steps = jnp.asarray(count, jnp.float32)
         return target + (initial - target) * (1 - share) ** steps

@@ -17,9 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Tokens and lines are counted without docstrings, comments and blank lines. Lower a limit whenever the
 # package gets below it.
-TOKENS = 110_850
-CORE_TOKENS = 95_226
-TOKENS_PER_LINE = 8.9
+TOKENS = 109_700
+CORE_TOKENS = 94_300
+TOKENS_PER_LINE = 8.8
 ANY_SHARE = 0.05  # arguments whose annotation contains `Any`, as a share of all annotated arguments
 FUNCTION = 60  # lines of a function
 MODULE = 500  # lines of a module

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
 from kfac._capture.parameters import PARAMETERS, chosen
@@ -38,7 +38,7 @@ def _channels_last(batch: int, channels: int, *spatial: int) -> tuple[int, ...]:
     return (batch, *spatial, channels)
 
 
-def _convolution(eqn: JaxprEqn, image: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolution(eqn: JaxprEqn, image: Array, kernel: Array) -> Array:
     """Compute a convolution in the fast layout, with transposes of its operands and of its result.
 
     In this layout, images have the batch first and the channels last. Kernels have the window first, then input

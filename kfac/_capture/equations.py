@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
+from jax import Array
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
@@ -75,9 +75,7 @@ def shardings(eqn: JaxprEqn) -> tuple[Sequence[object], Sequence[object]]:
     return parameter(eqn, "in_shardings"), parameter(eqn, "out_shardings")
 
 
-def evaluate(
-    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
-) -> list[jax.Array]:
+def evaluate(within: Jaxpr, eqn: JaxprEqn, values: Sequence[Array]) -> list[Array]:
     """Evaluate an equation of the jaxpr `within` through the public `jaxpr_as_fun`."""
     variables = {}
     for var, value in zip(eqn.invars, values, strict=True):
@@ -95,8 +93,8 @@ def evaluate(
 
 
 def evaluate_multiplier(
-    within: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
-) -> list[jax.Array]:
+    within: Jaxpr, eqn: JaxprEqn, values: Sequence[Array]
+) -> list[Array]:
     """Evaluate an equation on the multiplier of a parameter, which takes the parameter's place in `values`.
 
     For a registered operation, call its `like` function, because the operation itself may round.

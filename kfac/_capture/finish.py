@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kfac._capture.axes import Atom
 from kfac._capture.taps import Key, KroneckerTap
@@ -171,8 +172,8 @@ class KroneckerSums:
 def _products(
     layer: Layer,
     side: str,
-    rows: jax.Array,
-) -> jax.Array:
+    rows: Array,
+) -> Array:
     """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
     if side in layer.diagonal:
         return jnp.sum(jnp.square(rows), axis=-2)
@@ -191,7 +192,7 @@ def _memory_order(stack: Sequence[Atom]) -> np.ndarray:
     return places.transpose(order).reshape(-1)
 
 
-def _reordered(array: jax.Array, order: np.ndarray) -> jax.Array:
+def _reordered(array: Array, order: np.ndarray) -> Array:
     """Reorder the entries of an array's first axis."""
     if np.array_equal(order, np.arange(len(order))):
         return array
@@ -227,17 +228,17 @@ class ElementwiseSums(NamedTuple):
     probes: dict[Key, jax.ShapeDtypeStruct]
     entries: dict[Key, Entries]
 
-    def finish(self, sums: Sequence[jax.Array]) -> Unitwise:
+    def finish(self, sums: Sequence[Array]) -> Unitwise:
         """Convert the gradients, in the order of `probes`, to the layer's block."""
         return whole(self._block)(sums)
 
-    def _block(self, sums: Sequence[jax.Array]) -> Unitwise:
+    def _block(self, sums: Sequence[Array]) -> Unitwise:
         """Return the block of each channel, `n sum_i g_i g_i^T`.
 
         `g_i` is example `i`'s gradient for the channel's parameters.
         """
         size = self.layer.d_out
-        columns: dict[int, jax.Array] = {}
+        columns: dict[int, Array] = {}
         for key, g in zip(self.probes, sums, strict=True):
             column, where, loops = self.entries[key]
             g = jnp.moveaxis(g, (*loops, -2), range(len(loops) + 1))

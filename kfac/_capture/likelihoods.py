@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from kfac._statistics.rows import accumulator
 
@@ -36,9 +37,9 @@ class Likelihood:
       ValueError: an argument is not a function.
     """
 
-    sample: Callable[[jax.Array, jax.Array], jax.Array]
-    log_prob: Callable[[jax.Array, jax.Array], jax.Array]
-    root: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    sample: Callable[[Array, Array], Array]
+    log_prob: Callable[[Array, Array], Array]
+    root: Callable[[Array, Array], Array] | None = None
 
     def __post_init__(self):
         """Check the arguments."""
@@ -51,7 +52,7 @@ class Likelihood:
                     f"{name} of a Likelihood must be a function, but is {value!r}"
                 )
 
-    def sampled_gradient(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def sampled_gradient(self, x: Array, key: Array) -> Array:
         """Return the gradient of `-log p(y | x)` with respect to `x` for a drawn target `y`, in float32 or wider."""
         wide = x.astype(accumulator(x.dtype))
         target = self.sample(key, wide)
@@ -59,10 +60,10 @@ class Likelihood:
 
     def times_root(
         self,
-        x: jax.Array,
-        v: jax.Array,
+        x: Array,
+        v: Array,
         what: str,
-    ) -> jax.Array:
+    ) -> Array:
         """Return `S(x) v` in float32 or wider.
 
         Raises:
@@ -76,7 +77,7 @@ class Likelihood:
         return self.root(x.astype(dtype), v.astype(dtype))
 
 
-def _categorical_root(x: jax.Array, v: jax.Array) -> jax.Array:
+def _categorical_root(x: Array, v: Array) -> Array:
     p = jax.nn.softmax(x, axis=-1)
     return jnp.sqrt(p) * (v - jnp.sum(p * v, axis=-1, keepdims=True))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
@@ -210,7 +210,7 @@ def _parts(
     x: jax.typing.ArrayLike,
     count: int,
     argnum: int,
-) -> jax.Array:
+) -> Array:
     """Split an array of argument number `argnum` into `count` parts, on a new leading axis."""
     shape = jnp.shape(x)
     if not shape or shape[0] % count:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kfac._capture import equations
@@ -27,12 +27,12 @@ from kfac._varying import as_varying, varying_axes, whole
 
 
 def output(
-    x: jax.Array,
+    x: Array,
     likelihood: str | Likelihood,
     *,
     weight: float = 1.0,
     variance: jax.typing.ArrayLike | None = None,
-) -> jax.Array:
+) -> Array:
     """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
     The function is the identity. The loss must be a mean over the output's rows. `value_and_grad` counts them,
@@ -123,7 +123,7 @@ class Mark:
         """The number of predictions, over all iterations of the enclosing scans."""
         return math.prod(self.scans) * math.prod(self.value.shape[:-1])
 
-    def times_root(self, x: jax.Array, v: jax.Array, n: int, what: str) -> jax.Array:
+    def times_root(self, x: Array, v: Array, n: int, what: str) -> Array:
         """Return `S v`, where `S^T S` is the curvature of this mark's term in a mean loss over `n` examples.
 
         Raises:
@@ -306,10 +306,10 @@ def find_marks(traced: Trace) -> Marks:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pull(
     transposed: Callable,
-    x: jax.Array,
-    entry: jax.Array,
-    zeros: jax.Array,
-) -> jax.Array:
+    x: Array,
+    entry: Array,
+    zeros: Array,
+) -> Array:
     """Return `zeros`. In the backward pass, their cotangent `g` gives `x` the cotangent `transposed(x, entry, g)`."""
     return zeros
 
@@ -343,7 +343,7 @@ class Draw:
     n: int
     expected: bool
 
-    def __call__(self, x: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: Array, entry: Array) -> tuple[Array, Array]:
         axes = x.ndim - 1 if self.expected else x.ndim
         # The zeros are computed from `x` to have its sharding and its varying axes.
         zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(axes))) * 0)
@@ -356,18 +356,18 @@ class Draw:
 
     def _sampled(
         self,
-        x: jax.Array,
-        key: jax.Array,
-        g: jax.Array,
-    ) -> jax.Array:
+        x: Array,
+        key: Array,
+        g: Array,
+    ) -> Array:
         return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
 
     def _expected(
         self,
-        x: jax.Array,
-        key: jax.Array,
-        g: jax.Array,
-    ) -> jax.Array:
+        x: Array,
+        key: Array,
+        g: Array,
+    ) -> Array:
         signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
 
         def root(v):
@@ -379,7 +379,7 @@ class Draw:
         return transposed(signs * g.astype(signs.dtype))[0] * self._scale
 
 
-def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
+def keys_of(marks: Marks, key: Array) -> dict[Key, Array]:
     """Return a PRNG key for each mark, and for each iteration of the scans around the mark."""
     keys = {}
     for mark in marks.marks:
@@ -392,7 +392,7 @@ def keys_of(marks: Marks, key: jax.Array) -> dict[Key, jax.Array]:
 
 
 @jax.custom_vjp
-def at_weight(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def at_weight(x: Array, scale: Array) -> tuple[Array, Array]:
     """Return both arguments unchanged at a mark. The backward pass multiplies the cotangent of `x` by `scale`."""
     return x, scale
 
@@ -403,7 +403,7 @@ at_weight.defvjp(
 )
 
 
-def weights_to(marks: Marks, power: float) -> dict[Key, jax.Array]:
+def weights_to(marks: Marks, power: float) -> dict[Key, Array]:
     """Return each mark's weight, raised to `power`, for each iteration of the scans around the mark."""
     return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks.marks}
 
@@ -423,14 +423,12 @@ class Marked(NamedTuple):
       what: the caller's name for error messages.
     """
 
-    evaluate: Callable[[PyTree], tuple[jax.Array, list[jax.Array]]]
+    evaluate: Callable[[PyTree], tuple[Array, list[Array]]]
     marks: tuple[Mark, ...]
     n: int
     what: str
 
-    def times_root(
-        self, outputs: list[jax.Array], vectors: list[jax.Array]
-    ) -> list[jax.Array]:
+    def times_root(self, outputs: list[Array], vectors: list[Array]) -> list[Array]:
         """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
         roots = []
         for k, mark in enumerate(self.marks):
@@ -438,9 +436,7 @@ class Marked(NamedTuple):
             roots.append(root)
         return roots
 
-    def root(
-        self, params: PyTree
-    ) -> tuple[jax.Array, Callable[[PyTree], list[jax.Array]]]:
+    def root(self, params: PyTree) -> tuple[Array, Callable[[PyTree], list[Array]]]:
         """Return the loss at `params`, and a linear function that maps a tree `v` like `params` to `R v`.
 
         `F = R^T R`, and `R v` is a list with an array for each mark.
@@ -481,7 +477,7 @@ def marked(
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
 
 
-def with_own_key(kwargs: dict[str, PyTree], part: jax.Array) -> dict[str, PyTree]:
+def with_own_key(kwargs: dict[str, PyTree], part: Array) -> dict[str, PyTree]:
     """Return `kwargs` with the number of a part folded into their PRNG keys.
 
     All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
@@ -489,7 +485,7 @@ def with_own_key(kwargs: dict[str, PyTree], part: jax.Array) -> dict[str, PyTree
 
     def folded(path, leaf):
         untyped = path[0].key in ("key", "fisher_key")
-        typed = isinstance(leaf, jax.Array) and is_typed_key(leaf)
+        typed = isinstance(leaf, Array) and is_typed_key(leaf)
         if is_key(leaf) and (typed or untyped):
             return jax.random.fold_in(leaf, part)
         return leaf

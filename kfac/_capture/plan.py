@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from kfac._capture import axes as axes_lib
@@ -28,7 +29,7 @@ from kfac._statistics.rows import Arrangement, Lookup
 from kfac._varying import AxisName, device_axes, dividing_axes, split_along
 
 # A probe, or its cotangent.
-Probe = jax.Array | jax.ShapeDtypeStruct | Kronecker | Ragged
+Probe = Array | jax.ShapeDtypeStruct | Kronecker | Ragged
 
 
 class Planned(NamedTuple):

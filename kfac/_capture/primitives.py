@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
@@ -50,7 +50,7 @@ from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
 # Elementwise operations, whose operands broadcast to the result's shape.
-ELEMENTWISE: dict[str, Callable[..., jax.Array]] = {
+ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "add_any": lax.add,
     **{name: getattr(lax, name) for name in _ELEMENTWISE},
 }

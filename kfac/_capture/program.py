@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from kfac._capture import equations, parameters, primitives
@@ -130,7 +131,7 @@ class Op:
         """Whether the op is a matrix product or convolution, or is registered as similar to either."""
         return primitives.is_product(self.eqn)
 
-    def compute(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+    def compute(self, values: Sequence[Array]) -> list[Array]:
         """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)
 
@@ -153,7 +154,7 @@ class Program:
     """
 
     inputs: list[Value]
-    consts: dict[Value, jax.Array]
+    consts: dict[Value, Array]
     ops: list[Op]
     outputs: list[Value]
     around: tuple[Op, ...] = ()
@@ -184,7 +185,7 @@ class Program:
             env.update(zip(op.outputs, results, strict=True))
         return list(map(read, self.outputs))
 
-    def constant(self, value: Value) -> jax.Array:
+    def constant(self, value: Value) -> Array:
         """Return a constant or a literal itself."""
         return self.consts.get(value, value.number)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kfac._factors import Kronecker, Packed
@@ -51,7 +51,7 @@ class ReduceScatter(NamedTuple):
         self,
         of: Callable,
         residuals: tuple,
-        g: jax.Array,
+        g: Array,
     ) -> Kronecker:
         """Return the packed sums of a single use, `[copies, pieces, elements]`.
 

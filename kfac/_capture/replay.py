@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._capture import equations, primitives
 from kfac._capture.parameters import chosen
@@ -24,23 +24,23 @@ class Shared:
     The repetition makes the gradient of each example known.
     """
 
-    rows: jax.Array
+    rows: Array
 
 
-MaybeShared = jax.Array | Shared
+MaybeShared = Array | Shared
 
 
 def _any_shared(values: Sequence[MaybeShared]) -> bool:
     return any(isinstance(value, Shared) for value in values)
 
 
-def _rows(value: MaybeShared) -> jax.Array:
+def _rows(value: MaybeShared) -> Array:
     if isinstance(value, Shared):
         return value.rows
     return value
 
 
-def _alone(value: MaybeShared) -> jax.Array:
+def _alone(value: MaybeShared) -> Array:
     if isinstance(value, Shared):
         return value.rows[0]
     return value
@@ -54,7 +54,7 @@ class Replayed(NamedTuple):
     """
 
     value: MaybeShared
-    multiplier: jax.Array | None = None
+    multiplier: Array | None = None
 
 
 # The values that a program's marks hand out, by key.
@@ -62,8 +62,8 @@ Handed = dict[Key, Any]
 
 
 def replay(
-    program: Program, args: Sequence[jax.Array], plan: Plan, probes: Probes
-) -> tuple[list[jax.Array], Handed]:
+    program: Program, args: Sequence[Array], plan: Plan, probes: Probes
+) -> tuple[list[Array], Handed]:
     """Evaluate a program with the taps of `plan`.
 
     Returns:
@@ -172,9 +172,7 @@ class _Replay:
         return outs
 
 
-def _multipliers(
-    op: Op, operand: int, inputs: Sequence[Replayed]
-) -> Sequence[jax.Array]:
+def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[Array]:
     """Return the multiplier of each result of an op, whose input number `operand` is a view of a parameter."""
     value, multiplier = inputs[operand]
     if multiplier is None:
@@ -205,7 +203,7 @@ def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[A
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
-def _at_axis(value: MaybeShared, axis: int) -> jax.Array:
+def _at_axis(value: MaybeShared, axis: int) -> Array:
     """Return shared rows with the examples at `axis`, where the rows have length 1."""
     if isinstance(value, Shared):
         return jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
@@ -245,7 +243,7 @@ def _scan_by(
 
 
 def rewrite(
-    fn: Callable[..., Any], name: str, rule: Callable[..., jax.Array]
+    fn: Callable[..., Any], name: str, rule: Callable[..., Array]
 ) -> Callable[..., Any]:
     """Return `fn` with another implementation of a primitive.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from kfac._capture.program import Op
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 # The probes and other entries: zeros for the taps, eigenvectors, and inputs of the marks.
-Probes = Mapping[Key, jax.Array | Kronecker | Ragged]
+Probes = Mapping[Key, Array | Kronecker | Ragged]
 # The arrays from which a tap computes its sums, besides the gradient.
 Residuals = tuple[Any, ...]
 
@@ -90,8 +90,8 @@ class KroneckerTap:
 
     def residuals(
         self,
-        values: Sequence[jax.Array],
-        multiplier: jax.Array | None,
+        values: Sequence[Array],
+        multiplier: Array | None,
         probes: Probes,
     ) -> Residuals:
         """Return the arrays that `statistics` needs: data, multiplier, eigenvectors and group sizes.
@@ -107,7 +107,7 @@ class KroneckerTap:
         sizes = None if read.groups is None else values[read.groups]
         return values[read.other], number, basis, sizes
 
-    def statistics(self, residuals: Residuals, g: jax.Array) -> Kronecker | Ragged:
+    def statistics(self, residuals: Residuals, g: Array) -> Kronecker | Ragged:
         """Return the sums, from the arrays of `residuals` and the gradient `g`."""
         read = self.use.read
         x, number, basis, sizes = residuals
@@ -137,7 +137,7 @@ class KroneckerTap:
             a = a * number**2
         return Kronecker(a, g, moments)
 
-    def _side(self, side: str, rows: Any) -> jax.Array:
+    def _side(self, side: str, rows: Any) -> Array:
         """Return the sums of the rows on the side `"A"` (inputs) or `"G"` (output gradients)."""
         layer = self.layer
         if layer.weight_sharing == "reduce":
@@ -170,8 +170,8 @@ class ElementwiseTap:
 
     def residuals(
         self,
-        values: Sequence[jax.Array],
-        multiplier: jax.Array | None,
+        values: Sequence[Array],
+        multiplier: Array | None,
         probes: Probes,
     ) -> Residuals:
         """Return the arrays that `statistics` needs: the array that the parameter is multiplied with, and a multiplier.
@@ -181,7 +181,7 @@ class ElementwiseTap:
         read = self.use.read
         return values[read.other] if read.op == "mul" else None, multiplier
 
-    def statistics(self, residuals: Residuals, g: jax.Array) -> jax.Array:
+    def statistics(self, residuals: Residuals, g: Array) -> Array:
         """Return the gradients, from the arrays of `residuals` and the result's gradient `g`."""
         read = self.use.read
         other, coefficient = residuals
@@ -198,9 +198,9 @@ Tap = KroneckerTap | ElementwiseTap
 def tapped(
     tap: Tap,
     residuals: Residuals,
-    y: jax.Array,
+    y: Array,
     probe: Any,
-) -> jax.Array:
+) -> Array:
     """Return `y`. The cotangent of `probe` is the statistics that the tap computes."""
     return y
 
@@ -234,18 +234,18 @@ def together(values: Any) -> Any:
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
     leaves = jax.tree.leaves(tangents[0])
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    arrays = [x for x in leaves if isinstance(x, Array)]
     tied = iter(lax.optimization_barrier(arrays))
 
     # Tangents that are not arrays are symbolic zeros.
     return primals[0], jax.tree.map(
-        lambda x: next(tied) if isinstance(x, jax.Array) else x, tangents[0]
+        lambda x: next(tied) if isinstance(x, Array) else x, tangents[0]
     )
 
 
 # The function at a marked output. From the output and the mark's entry among the probes, it computes the output's
 # replacement and a value to hand out.
-AtMark = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+AtMark = Callable[[Array, Any], tuple[Array, Array]]
 
 
 class Plan:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from kfac._capture import equations
 from kfac._capture.examples import place
@@ -29,7 +30,7 @@ FEW = 8
 
 ArgKey = int | str
 Argnums = ArgKey | Sequence[ArgKey] | None
-AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Trace(NamedTuple):
@@ -298,7 +299,7 @@ def split_over(traced: Trace) -> AxisName | None:
     specs = set()
     for leaf in traced.batch.leaves or ():
         array = traced.arrays[leaf.position]
-        if isinstance(array, jax.Array):
+        if isinstance(array, Array):
             specs.add(jax.typeof(array).sharding.spec[0])
     return specs.pop() if len(specs) == 1 else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.microbatch import every_example
@@ -214,7 +214,7 @@ class Evaluator:
         args: tuple,
         kwargs: dict[str, PyTree],
         gradients: bool,
-    ) -> tuple[tuple[jax.Array, PyTree], PyTree, Factors]:
+    ) -> tuple[tuple[Array, PyTree], PyTree, Factors]:
         """Return `(loss, aux)`, the gradients, or None without `gradients`, and the factors."""
         key = _fisher_key(kwargs, self.fisher)
         basis = kwargs.pop("basis", None)
@@ -291,7 +291,7 @@ class Evaluator:
 def _axes_of_arrays(tree: PyTree) -> frozenset[str]:
     """Return the axes over which an array in `tree` varies. Other leaves may have any type."""
     leaves = jax.tree.leaves(tree)
-    return varying_axes([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
+    return varying_axes([leaf for leaf in leaves if isinstance(leaf, Array)])
 
 
 def _check_own(traced: Trace, differing: frozenset[str]) -> None:
@@ -313,11 +313,11 @@ def _differentiate(
     run: Callable,
     planned: Planned,
     marks: Marks,
-    wanted: dict[int, jax.Array],
+    wanted: dict[int, Array],
     probes: Probes,
     entries: Probes,
     fisher: str,
-) -> tuple[list[jax.Array], dict[int, jax.Array], Factors]:
+) -> tuple[list[Array], dict[int, Array], Factors]:
     """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
 
     Args:
@@ -369,7 +369,7 @@ def _differentiate(
     return outs, grads, factors
 
 
-def _sum_of_moments(factors_of: Callable, units: jax.Array) -> Factors:
+def _sum_of_moments(factors_of: Callable, units: Array) -> Factors:
     """Sum the second moments of gradients over all units.
 
     Statistics that do not depend on the units, such as `A`, stay as they are.
@@ -382,7 +382,7 @@ def _sum_of_moments(factors_of: Callable, units: jax.Array) -> Factors:
     return jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
 
 
-def _fisher_key(kwargs: dict[str, PyTree], fisher: str) -> jax.Array | None:
+def _fisher_key(kwargs: dict[str, PyTree], fisher: str) -> Array | None:
     """Remove the PRNG key from the keywords and return it as a typed key; None if nothing is drawn."""
     key = kwargs.pop("fisher_key", None)
     if fisher == "empirical":

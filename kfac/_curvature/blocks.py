@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check_by_layer
@@ -30,7 +30,7 @@ from kfac._layers import (
 from kfac._packing import Shape
 from kfac._varying import PyTree
 
-LayOut = Callable[[Layer, jax.Array], jax.Array]
+LayOut = Callable[[Layer, Array], Array]
 
 # Register the block kinds. A new kind needs a class and an entry here.
 BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
@@ -180,10 +180,10 @@ class Group:
 
     def stack_matrices(
         self,
-        leaves: Mapping[str, jax.Array],
+        leaves: Mapping[str, Array],
         dtype: DTypeLike,
         lay_out: LayOut | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Stack the members' leaves (gradients or parameters) to `[k, d_in, d_out]`, zeros for missing members.
 
         The output axis comes last, as in the memory layout of most kernels. Transposing a stack would take time, and on
@@ -215,9 +215,9 @@ class Group:
 
     def split_matrices(
         self,
-        matrices: jax.Array,
-        starts: Mapping[int, jax.Array],
-    ) -> dict[str, jax.Array]:
+        matrices: Array,
+        starts: Mapping[int, Array],
+    ) -> dict[str, Array]:
         """Split a stack into leaves by path: the inverse of `stack_matrices`.
 
         Args:
@@ -225,7 +225,7 @@ class Group:
           starts: the entries of `Group.starts`, each mapped to the same number as an array. If these arrays are not
             constants for XLA, leaves of the same shape share one compiled kernel.
         """
-        leaves: dict[str, jax.Array] = {}
+        leaves: dict[str, Array] = {}
         members = zip(self.layers, self.counts, self.starts, strict=True)
         for layer, count, start in members:
             rows = lax.dynamic_slice_in_dim(matrices, starts[start], count)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._curvature.eigh import block_eigenvalues, decompose_factors, eigenvalues
@@ -80,8 +79,8 @@ class Cholesky(Inverse):
 
 def split_damping(
     factors: Kronecker,
-    damping: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    damping: Array,
+) -> tuple[Array, Array]:
     """Return the factored Tikhonov damping for `A` and for `G`, each `[k]`, from `damping` `[k]`.
 
     With `pi^2 = (tr A / dim A) / (tr G / dim G)`, the diagonal of `A` gets `pi sqrt(damping)`, and the diagonal of `G`
@@ -97,9 +96,9 @@ def split_damping(
 
 
 def add_diagonal(
-    stack: jax.Array,
-    amount: jax.Array,
-) -> jax.Array:
+    stack: Array,
+    amount: Array,
+) -> Array:
     """Return `stack[k] + amount[k] I`."""
     k, d = stack.shape[:2]
     diagonal = jnp.broadcast_to(amount[:, None], (k, d))
@@ -112,10 +111,10 @@ def add_diagonal(
 
 
 def invert_damped(
-    stack: jax.Array,
-    amount: jax.Array,
+    stack: Array,
+    amount: Array,
     dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return the inverses of `stack[k] + amount[k] I` in `dtype`, and the condition numbers in the 1-norm.
 
     A condition number that is not finite is returned as 0, which marks a failed inversion.
@@ -138,16 +137,16 @@ class Halves(NamedTuple):
     """
 
     first: Factorisation
-    corner: jax.Array
-    below: jax.Array
+    corner: Array
+    below: Array
     last: Factorisation
 
 
 # A Cholesky factor and its inverse. A small factor is not split, and only its inverse `W` is kept.
-Factorisation = jax.Array | Halves
+Factorisation = Array | Halves
 
 
-def spd_inverse(stack: jax.Array) -> jax.Array:
+def spd_inverse(stack: Array) -> Array:
     """Invert symmetric positive definite matrices `[k, d, d]`, or diagonals `[k, d]`.
 
     The inverse is `W^T W`, where `W` is the inverse of the Cholesky factor. It is exactly symmetric, and NaN for a
@@ -164,9 +163,9 @@ def spd_inverse(stack: jax.Array) -> jax.Array:
 
 
 def exact_product(
-    a: jax.Array,
-    b: jax.Array,
-) -> jax.Array:
+    a: Array,
+    b: Array,
+) -> Array:
     """Multiply stacks of matrices without reduced precision.
 
     On CUDA, a float32 product is computed as six products between bfloat16 parts. The parts hold all 24 bits of a
@@ -182,16 +181,16 @@ def exact_product(
 
 
 def _sixfold(
-    a: jax.Array,
-    b: jax.Array,
-) -> jax.Array:
+    a: Array,
+    b: Array,
+) -> Array:
     rows = a.shape[-2]
     columns = b.shape[-1]
     product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
     return product[..., :rows, :columns]
 
 
-def factorise(stack: jax.Array) -> Factorisation:
+def factorise(stack: Array) -> Factorisation:
     """Compute the Cholesky factors of symmetric positive definite matrices `[k, d, d]`, and their inverses."""
     d = stack.shape[-1]
     if d <= LEAF:
@@ -208,9 +207,9 @@ def factorise(stack: jax.Array) -> Factorisation:
 
 
 def solve(
-    b: jax.Array,
+    b: Array,
     factor: Factorisation,
-) -> jax.Array:
+) -> Array:
     """Return `B L^-T`. Of the inverse, only the diagonal blocks are used."""
     if not isinstance(factor, Halves):
         return exact_product(b, factor.mT)
@@ -222,8 +221,8 @@ def solve(
 
 def _from_left(
     factor: Factorisation,
-    b: jax.Array,
-) -> jax.Array:
+    b: Array,
+) -> Array:
     """Return `W B`."""
     if not isinstance(factor, Halves):
         return exact_product(factor, b)
@@ -234,9 +233,9 @@ def _from_left(
 
 
 def _from_right(
-    b: jax.Array,
+    b: Array,
     factor: Factorisation,
-) -> jax.Array:
+) -> Array:
     """Return `B W`."""
     if not isinstance(factor, Halves):
         return exact_product(b, factor)
@@ -246,7 +245,7 @@ def _from_right(
     return jnp.concatenate([left, _from_right(right, factor.last)], axis=2)
 
 
-def _gram(factor: Factorisation) -> jax.Array:
+def _gram(factor: Factorisation) -> Array:
     """Return `W^T W`, symmetric to the last bit."""
     if not isinstance(factor, Halves):
         return _symmetric(exact_product(factor.mT, factor))
@@ -258,11 +257,11 @@ def _gram(factor: Factorisation) -> jax.Array:
     return jnp.concatenate([upper, lower], axis=1)
 
 
-def _symmetric(stack: jax.Array) -> jax.Array:
+def _symmetric(stack: Array) -> Array:
     return (stack + stack.mT) / 2
 
 
-def _one_norm(stack: jax.Array) -> jax.Array:
+def _one_norm(stack: Array) -> Array:
     columns = jnp.abs(stack)
     if not is_diagonal(stack):
         columns = jnp.sum(columns, axis=-2)

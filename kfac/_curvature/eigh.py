@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._curvature.inverse import (
@@ -78,9 +78,9 @@ class Eigh(Inverse):
 
 
 def identity_basis(
-    stack: jax.Array,
+    stack: Array,
     dtype: DTypeLike,
-) -> Eigen | jax.Array:
+) -> Eigen | Array:
     """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`.
 
     For diagonals `[k, d]`, return the eigenvalues only, which are ones.
@@ -100,9 +100,9 @@ def decompose_factors(
 
 
 def decompose(
-    stack: jax.Array,
+    stack: Array,
     dtype: DTypeLike,
-) -> Eigen | jax.Array:
+) -> Eigen | Array:
     """Return eigenvectors in `dtype` and eigenvalues of symmetric matrices `[k, d, d]`.
 
     For diagonals `[k, d]`, return the eigenvalues only. Negative eigenvalues become 0, because rounding can make the
@@ -115,12 +115,12 @@ def decompose(
     return Eigen(vectors.astype(dtype), jnp.maximum(values, 0))
 
 
-def eigenvalues(side: Eigen | jax.Array) -> jax.Array:
+def eigenvalues(side: Eigen | Array) -> Array:
     """Return one side's eigenvalues `[k, d]`. For a diagonal factor, `side` is the array of eigenvalues."""
     return side.values if isinstance(side, Eigen) else side
 
 
-def block_eigenvalues(inverse: Kronecker) -> jax.Array:
+def block_eigenvalues(inverse: Kronecker) -> Array:
     """Return the blocks' eigenvalues `[k, d_out, d_in]`.
 
     They are the moments for blocks that have received any, otherwise `l_G l_A^T`, the eigenvalues of `A (x) G`.
@@ -135,11 +135,11 @@ def block_eigenvalues(inverse: Kronecker) -> jax.Array:
 class EigenvalueRange(NamedTuple):
     """The smallest and the largest eigenvalue of `k` matrices, `[k]` each, or two numbers."""
 
-    low: jax.Array | float
-    high: jax.Array | float
+    low: Array | float
+    high: Array | float
 
 
-def eigenvalue_range(values: jax.Array) -> EigenvalueRange:
+def eigenvalue_range(values: Array) -> EigenvalueRange:
     """Return the range of eigenvalues `[k, d]`."""
     return EigenvalueRange(jnp.min(values, axis=1), jnp.max(values, axis=1))
 
@@ -147,8 +147,8 @@ def eigenvalue_range(values: jax.Array) -> EigenvalueRange:
 def condition_of(
     a: EigenvalueRange,
     g: EigenvalueRange,
-    damping: jax.Array,
-) -> jax.Array:
+    damping: Array,
+) -> Array:
     """Return the condition numbers `[k]` of blocks `A (x) G` with `damping` `[k]`."""
     # If a schedule returns zero or NaN for the damping, the condition number must still not mark the decompositions as
     # failed.
@@ -161,12 +161,12 @@ def condition_of(
 
 
 def rotate(
-    matrices: jax.Array,
+    matrices: Array,
     inverse: Kronecker,
     precision: str,
     *,
     back: bool,
-) -> jax.Array:
+) -> Array:
     """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
 
     def by_products(matrices, basis):
@@ -191,6 +191,6 @@ def rotate(
     )
 
 
-def _vectors(side: Eigen | jax.Array | None) -> jax.Array | None:
+def _vectors(side: Eigen | Array | None) -> Array | None:
     """Return one side's eigenvectors, or None for the identity."""
     return side.vectors if isinstance(side, Eigen) else None

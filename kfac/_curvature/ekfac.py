@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from kfac._checks import check_shapes
@@ -23,9 +23,9 @@ from kfac._factors import Eigen, Kronecker
 
 
 def _product(
-    a: jax.Array,
-    b: jax.Array,
-) -> jax.Array:
+    a: Array,
+    b: Array,
+) -> Array:
     """Multiply stacks on tensor cores. The error of 1e-5 is far smaller than the moments' own error."""
     return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
@@ -38,8 +38,8 @@ class Moments(NamedTuple):
       weight: the sum of the weights in the average, `[k]`; 0 before the first statistics.
     """
 
-    average: jax.Array
-    weight: jax.Array
+    average: Array
+    weight: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +131,11 @@ class Ekfac(Eigh):
 
 
 def between_bases(
-    matrices: jax.Array,
+    matrices: Array,
     old: Kronecker,
     new: Kronecker,
-    of: Callable[..., jax.Array],
-) -> jax.Array:
+    of: Callable[..., Array],
+) -> Array:
     """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
     dtype = matrices.dtype
     if isinstance(new.G, Eigen):
@@ -146,19 +146,19 @@ def between_bases(
 
 
 def basis_change(
-    old: jax.Array,
-    new: jax.Array,
+    old: Array,
+    new: Array,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> Array:
     """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
     return _product(new.astype(dtype).mT, old.astype(dtype))
 
 
 def squared_basis_change(
-    old: jax.Array,
-    new: jax.Array,
+    old: Array,
+    new: Array,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> Array:
     """Return the elementwise squares of `Q_new^T Q_old` in `dtype`, which transform moments `s` `[k, d_out, d_in]`.
 
     Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is

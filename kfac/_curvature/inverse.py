@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check, check_type
@@ -23,14 +23,14 @@ from kfac._varying import PyTree
 class Momentum(NamedTuple):
     """The momentum in one step, `m <- decay m + V`. Nesterov momentum steps along `decay m + V` with the new `m`."""
 
-    decay: jax.Array
+    decay: Array
     nesterov: bool
 
     def moved(
         self,
-        trace: jax.Array,
-        new: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+        trace: Array,
+        new: Array,
+    ) -> tuple[Array, Array]:
         """Return the new trace and the step direction."""
         decay = self.decay.astype(trace.dtype)
         trace = decay * trace + new.astype(trace.dtype)
@@ -121,8 +121,8 @@ class Inverse(abc.ABC):
         self,
         kept: Any,
         factors: Any,
-        damping: jax.Array,
-    ) -> tuple[Any, jax.Array]:
+        damping: Array,
+    ) -> tuple[Any, Array]:
         """Compute the state from the factors.
 
         Args:
@@ -140,9 +140,9 @@ class Inverse(abc.ABC):
     def apply(
         self,
         kept: Any,
-        matrices: jax.Array,
-        damping: jax.Array,
-    ) -> jax.Array:
+        matrices: Array,
+        damping: Array,
+    ) -> Array:
         """Precondition gradients.
 
         Args:
@@ -160,8 +160,8 @@ class Inverse(abc.ABC):
         self,
         kept: Any,
         factors: Any,
-        damping: jax.Array,
-    ) -> tuple[Any, jax.Array]:
+        damping: Array,
+    ) -> tuple[Any, Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
         Args:
@@ -185,9 +185,9 @@ class Inverse(abc.ABC):
     def absorb(
         self,
         kept: Any,
-        moments: jax.Array,
-        decay: jax.Array,
-        taken: jax.Array,
+        moments: Array,
+        decay: Array,
+        taken: Array,
     ) -> Any:
         """Update the state with moments, if the inverse `takes_moments`.
 
@@ -205,11 +205,11 @@ class Inverse(abc.ABC):
     def advance(
         self,
         kept: Any,
-        matrices: jax.Array,
-        damping: jax.Array,
+        matrices: Array,
+        damping: Array,
         momentum: Momentum,
-        ready: jax.Array,
-    ) -> tuple[Any, jax.Array, jax.Array]:
+        ready: Array,
+    ) -> tuple[Any, Array, Array]:
         """Update the state with gradients and precondition their momentum, if the inverse `takes_gradients`.
 
         Args:
@@ -256,8 +256,8 @@ def check_inverse(value: object) -> None:
 def damping_of_blocks(
     inverse: Inverse,
     factors: Any,
-    damping: jax.Array,
-) -> jax.Array:
+    damping: Array,
+) -> Array:
     """Return each block's absolute damping, `[k]`.
 
     Args:
@@ -273,9 +273,9 @@ def damping_of_blocks(
 
 
 def sums(
-    stacks: Sequence[jax.Array],
+    stacks: Sequence[Array],
     first: int = 1,
-) -> Sequence[jax.Array]:
+) -> Sequence[Array]:
     """Sum stacks of equal shape over all axes from `first` on.
 
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
@@ -289,9 +289,9 @@ def sums(
 
 
 def cosine(
-    a: jax.Array,
-    b: jax.Array,
-) -> jax.Array:
+    a: Array,
+    b: Array,
+) -> Array:
     """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
     ab, aa, bb = sums([a * b, a * a, b * b])
     norms = jnp.sqrt(aa) * jnp.sqrt(bb)
@@ -304,9 +304,9 @@ def count_bytes(tree: PyTree) -> int:
 
 
 def finite(
-    stack: jax.Array,
+    stack: Array,
     dims: int = 1,
-) -> jax.Array:
+) -> Array:
     """Return for each entry along the first `dims` dimensions of `stack` whether all its numbers are finite.
 
     The test looks at their sum: NaN stays NaN, and infinities stay infinite or become NaN. Finite numbers whose sum
@@ -322,8 +322,8 @@ def product(
     precision: str,
     dtype: DTypeLike,
     wide: DTypeLike,
-    *operands: jax.Array,
-) -> jax.Array:
+    *operands: Array,
+) -> Array:
     """Compute an `einsum` of two operands in the arithmetic `precision`.
 
     Args:
@@ -351,9 +351,9 @@ def product(
 
 
 def aligned(
-    stack: jax.Array,
+    stack: Array,
     multiple: int = 8,
-) -> jax.Array:
+) -> Array:
     """Pad the last two axes with zeros to a multiple, for products on tensor cores.
 
     Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
@@ -366,7 +366,7 @@ def aligned(
 def identities(
     shape: Shape,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> Array:
     """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)
@@ -375,11 +375,11 @@ def identities(
 
 def averaged(
     average: PyTree,
-    weight: jax.Array,
+    weight: Array,
     new: PyTree,
-    decay: jax.Array,
-    taken: jax.Array,
-) -> tuple[PyTree, jax.Array]:
+    decay: Array,
+    taken: Array,
+) -> tuple[PyTree, Array]:
     """Update a bias-corrected running average.
 
     The average is `F <- decay F + (1 - decay) F_new`, divided by the sum of its weights, so the first values are used

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._factors import Kronecker, Packed, diagonals, per_block
 from kfac._layers import BlockKind, Layer
@@ -113,8 +113,8 @@ class KroneckerKind(BlockKind):
 def _with_pieces(
     layer: Layer,
     side: str,
-    x: jax.Array,
-) -> jax.Array:
+    x: Array,
+) -> Array:
     """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
     if layer.cut["AG".index(side)] == 1:
         return x[:, None]
@@ -124,8 +124,8 @@ def _with_pieces(
 def _without_pieces(
     layer: Layer,
     side: str,
-    x: jax.Array,
-) -> jax.Array:
+    x: Array,
+) -> Array:
     """Undo `_with_pieces` for a side that is not packed."""
     shape = layer.side_shapes[side]
     if side in layer.diagonal:
@@ -136,8 +136,8 @@ def _without_pieces(
 def _pieces_of_diagonal(
     layer: Layer,
     side: str,
-    diagonal: jax.Array,
-) -> jax.Array:
+    diagonal: Array,
+) -> Array:
     """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
     (size,) = layer.side_shapes[side]
     count = layer.cut["AG".index(side)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._curvature.cholesky import add_diagonal, exact_product, factorise, solve
 from kfac._curvature.inverse import aligned
@@ -35,13 +34,13 @@ class Iterate(NamedTuple):
       distance: the Frobenius norm of `error`, `[k]`.
     """
 
-    passes: jax.Array
-    columns: jax.Array
-    error: jax.Array
-    distance: jax.Array
+    passes: Array
+    columns: Array
+    error: Array
+    distance: Array
 
 
-def orthonormal(stack: jax.Array) -> jax.Array:
+def orthonormal(stack: Array) -> Array:
     """Return the `Q` in a QR factorisation of `[k, d, d]`, up to the signs of its columns.
 
     CPUs use LAPACK. On CUDA, factorising a stack would be a loop over many small kernels, so all other platforms use
@@ -54,7 +53,7 @@ def orthonormal(stack: jax.Array) -> jax.Array:
     )
 
 
-def orthonormal_by_products(stack: jax.Array) -> jax.Array:
+def orthonormal_by_products(stack: Array) -> Array:
     """Return `X L^-T` with `L L^T = X^T X`, repeated until the columns are orthonormal to rounding.
 
     The columns are normalised first. If the columns are far from orthogonal, rounding can make their Gram matrix
@@ -97,7 +96,7 @@ def orthonormal_by_products(stack: jax.Array) -> jax.Array:
     return lax.while_loop(unfinished, nearer, start).columns[:, :d, :d]
 
 
-def _aligned(stack: jax.Array) -> jax.Array:
+def _aligned(stack: Array) -> Array:
     """Pad `[k, d, d]` with an identity to a multiple of `ALIGNMENT`, once for all products in the iteration."""
     d = stack.shape[-1]
     padded = aligned(stack, ALIGNMENT)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kfac._curvature.inverse import Inverse, damping_of_blocks, finite
 from kfac._factors import Block, per_block
@@ -33,16 +33,16 @@ class Refreshed(NamedTuple):
     """
 
     inverse: PyTree
-    valid: jax.Array
-    condition: jax.Array
+    valid: Array
+    condition: Array
 
 
 def refresh(
     inverse: Inverse,
     kept: PyTree,
     factors: Block,
-    wanted: jax.Array,
-    damping: jax.Array,
+    wanted: Array,
+    damping: Array,
 ) -> Refreshed:
     """Refresh the `wanted` blocks in a stack.
 
@@ -69,7 +69,7 @@ def refresh(
 
 
 def once_if(
-    needed: jax.Array,
+    needed: Array,
     change: Callable[[PyTree], PyTree],
     stacks: PyTree,
 ) -> PyTree:
@@ -121,8 +121,8 @@ def _refresh(
     width: int,
     kept: PyTree,
     factors: Block,
-    wanted: jax.Array,
-    damping: jax.Array,
+    wanted: Array,
+    damping: Array,
 ) -> Refreshed:
     """Implement `refresh` in portions of `width` blocks."""
     k = len(wanted)
@@ -165,11 +165,11 @@ def _refresh(
 
 def _refresh_portion(
     inverse: Inverse,
-    old: tuple[PyTree, jax.Array],
+    old: tuple[PyTree, Array],
     factors: Block,
-    unfinished: jax.Array,
-    damping: jax.Array,
-) -> tuple[PyTree, jax.Array]:
+    unfinished: Array,
+    damping: Array,
+) -> tuple[PyTree, Array]:
     """Refresh the `unfinished` blocks in a portion.
 
     Args:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
@@ -27,9 +27,9 @@ class Adam(NamedTuple):
       trace: the gradients' momentum, `[k, d_in, d_out]`.
     """
 
-    average: jax.Array
-    weight: jax.Array
-    trace: jax.Array
+    average: Array
+    weight: Array
+    trace: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,12 +159,12 @@ class IterationStep(NamedTuple):
 
     basis: Eigen | None
     range: EigenvalueRange
-    order: jax.Array | None
+    order: Array | None
 
 
 def orthogonal_iteration(
     old: Eigen | None,
-    stack: jax.Array,
+    stack: Array,
 ) -> IterationStep:
     """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
@@ -180,10 +180,10 @@ def orthogonal_iteration(
 
 
 def _reorder(
-    stack: jax.Array,
-    order: jax.Array | None,
+    stack: Array,
+    order: Array | None,
     axis: int,
-) -> jax.Array:
+) -> Array:
     """Reorder the rows (axis 1) or columns (axis 2) of matrices `[k, m, n]` by indices. None keeps their order."""
     if order is None:
         return stack

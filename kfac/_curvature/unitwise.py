@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from kfac._curvature.inverse import Inverse, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
@@ -60,22 +61,22 @@ class Inverted(NamedTuple):
       definite: whether each damped block is positive definite, `[k, channels]`.
     """
 
-    blocks: jax.Array
-    condition: jax.Array
-    definite: jax.Array
+    blocks: Array
+    condition: Array
+    definite: Array
 
 
 def _inverse_1x1(
-    f: jax.Array,
-    damping: jax.Array,
+    f: Array,
+    damping: Array,
 ) -> Inverted:
     value = f[..., 0, 0] + damping
     return Inverted((1 / value)[..., None, None], value / value, value > 0)
 
 
 def _inverse_2x2(
-    f: jax.Array,
-    damping: jax.Array,
+    f: Array,
+    damping: Array,
 ) -> Inverted:
     """Invert damped 2x2 blocks.
 

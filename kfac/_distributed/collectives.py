@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kfac._distributed.owners import Shard
 from kfac._distributed.segments import Segments, make_buckets, make_segments
 from kfac._packing import cut
 from kfac._varying import Axes, as_varying, varying_axes
 
-Stacks = dict[str, jax.Array]
+Stacks = dict[str, Array]
 Shards = Mapping[str, Shard]
 
 
@@ -24,7 +23,7 @@ REST = ""
 
 
 def _fused(
-    message: Callable[[jax.Array], jax.Array],
+    message: Callable[[Array], Array],
     arrays: Stacks,
 ) -> Stacks:
     """Apply the collective `message` to all arrays at once, concatenated along their last axis."""
@@ -177,7 +176,7 @@ def of_this_device(
     table: Mapping[int, int],
     otherwise: int,
     owners: Axes,
-) -> jax.Array:
+) -> Array:
     """Return this device's entry in a table that is keyed by device.
 
     Args:
@@ -194,7 +193,7 @@ def of_this_device(
 def _pack_remainders(
     remainders: Stacks,
     segments: Segments,
-) -> jax.Array:
+) -> Array:
     """Lay out the remainders' blocks for the reduce-scatter.
 
     Args:
@@ -205,7 +204,7 @@ def _pack_remainders(
       `[devices, segments.width]`. Row `d` goes to device `d`: its segment's direct part, then a piece from each
       segment's rest.
     """
-    blocks: dict[int, list[jax.Array]] = {device: [] for device in segments.lengths}
+    blocks: dict[int, list[Array]] = {device: [] for device in segments.lengths}
     for name, starts in segments.starts.items():
         parts = jnp.split(remainders[name].reshape(-1), len(starts))
         for device, block in zip(starts, parts, strict=True):
@@ -224,9 +223,9 @@ def _pack_remainders(
 
 
 def _unpack_remainders(
-    rows: jax.Array,
+    rows: Array,
     segments: Segments,
-) -> dict[int, jax.Array]:
+) -> dict[int, Array]:
     """Undo `_pack_remainders`: return each device's segment, given the rows `[devices, width]`."""
     direct = segments.direct
     lengths = [segments.devices * piece for piece in segments.pieces.values()]
@@ -239,10 +238,10 @@ def _unpack_remainders(
 
 
 def _collect_segment(
-    owned: jax.Array,
+    owned: Array,
     segments: Segments,
     owners: Axes,
-) -> jax.Array:
+) -> Array:
     """Return this device's segment.
 
     Args:
@@ -265,7 +264,7 @@ def _fill_segment(
     flat: Stacks,
     segments: Segments,
     owners: Axes,
-) -> jax.Array:
+) -> Array:
     """Return this device's segment, given its blocks `[positions, elements]`."""
     # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
     longest = max(x.shape[1] for x in flat.values())
@@ -279,10 +278,10 @@ def _fill_segment(
 
 
 def _distribute_segment(
-    segment: jax.Array,
+    segment: Array,
     segments: Segments,
     owners: Axes,
-) -> jax.Array:
+) -> Array:
     """Undo `_collect_segment`."""
     devices = segments.devices
     if not segments.exchanged:
@@ -295,10 +294,10 @@ def _distribute_segment(
 
 
 def _place_vectors(
-    vectors: Sequence[jax.Array],
+    vectors: Sequence[Array],
     begins: Sequence[int],
     end: int,
-) -> jax.Array:
+) -> Array:
     """Place vectors at the increasing positions `begins` in a zero vector of length `end`."""
     zero = jnp.zeros((), jnp.result_type(*vectors))
     parts = [jnp.broadcast_to(zero, begins[0])]

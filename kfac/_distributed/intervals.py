@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from kfac._curvature.inverse import Inverse
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
@@ -23,9 +24,9 @@ LONGEST = 16  # the upper bound of `affordable`, because longer intervals have n
 def affordable(
     layers: Layers,
     inverse: Inverse,
-    cost: float | jax.Array,
+    cost: float | Array,
     share: int,
-) -> int | jax.Array:
+) -> int | Array:
     """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
 
     The interval never exceeds `LONGEST`. It does not depend on the number of devices, because devices share refreshes
@@ -45,7 +46,7 @@ def affordable(
     overhead = work / gradients if gradients else 0.0
     interval = overhead / cost
     # An array comes from `optax.inject_hyperparams`.
-    if isinstance(cost, jax.Array):
+    if isinstance(cost, Array):
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._distributed.collectives import (
@@ -59,7 +59,7 @@ class Way:
             raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
         return lax.axis_size(self.owners)
 
-    def owns(self, shard: Shard) -> jax.Array:
+    def owns(self, shard: Shard) -> Array:
         """Return for each position whether this device owns a block there, `[positions]`."""
         if shard.held.all():
             return jnp.ones(shard.positions, bool)
@@ -89,7 +89,7 @@ class Way:
                     own[name] = taken(stack, shards[name])
         return own
 
-    def _row(self, table: np.ndarray) -> jax.Array:
+    def _row(self, table: np.ndarray) -> Array:
         """Return this device's row of a table `[devices, ...]`."""
         return jnp.asarray(table)[lax.axis_index(self.owners)]
 
@@ -140,15 +140,15 @@ class Way:
         flat, unravel = ravel_pytree(tree)
         return unravel(_reduce(lax.pmean, flat, self.axes))
 
-    def total(self, x: jax.Array) -> jax.Array:
+    def total(self, x: Array) -> Array:
         """Sum an array over the owners' axes. Each device has computed its array from its own blocks."""
         return _reduce(lax.psum, x, self.owners)
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def largest(self, x: Array) -> Array:
         """Return the maximum over the owners' axes."""
         return _reduce(lax.pmax, x, self.owners)
 
-    def agree(self, flag: jax.Array) -> jax.Array:
+    def agree(self, flag: Array) -> Array:
         """Return whether a flag is set on all devices along the owners' axes."""
         return _reduce(lax.pmin, flag.astype(jnp.int32), self.owners) > 0
 
@@ -169,10 +169,10 @@ class Way:
 
 
 def _reduce(
-    collective: Callable[..., jax.Array],
-    x: jax.Array,
+    collective: Callable[..., Array],
+    x: Array,
     axes: Axes,
-) -> jax.Array:
+) -> Array:
     """Apply a collective over axes, if there are any."""
     if not axes:
         return x

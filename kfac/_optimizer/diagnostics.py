@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
@@ -26,7 +25,7 @@ from kfac._optimizer.state import (
 )
 
 
-def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
+def diagnostics(opt_state: Any) -> dict[str, Array]:
     """Return scalars to log, from the optimizer state of any chain that holds `scale_by_kfac`.
 
     Args:
@@ -66,7 +65,7 @@ def diagnostics(opt_state: Any) -> dict[str, jax.Array]:
     return scalars
 
 
-def statistics_due(opt_state: Any) -> jax.Array:
+def statistics_due(opt_state: Any) -> Array:
     """Return whether to call `observe` before the next step.
 
     `cost=` of `kfac.kfac`, or `statistics_every=` of `scale_by_kfac`, sets the interval::
@@ -150,7 +149,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     return basis
 
 
-def _eigenvectors(factor: jax.Array) -> jax.Array:
+def _eigenvectors(factor: Array) -> Array:
     def decompose(matrix):
         return lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0]
 

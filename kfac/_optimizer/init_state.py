@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._curvature.blocks import Group
 from kfac._distributed.owners import group_costs, make_shards
@@ -35,7 +35,7 @@ def init_state(
     params: PyTree,
 ) -> KfacState:
     """Return the state before the first step."""
-    leaves: dict[str, jax.Array] = {}
+    leaves: dict[str, Array] = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     if jax.tree.leaves(params):
         leaves = match_leaves(config.layers, params, "params")

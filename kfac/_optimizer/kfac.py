@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from kfac._capture.find_layers import matching
 from kfac._checks import check, check_fraction, check_given, check_layers, with_hints
@@ -45,7 +46,7 @@ def kfac(
     layer_multipliers: Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
     cost: float = COST,
-    inverse_every: int | jax.Array | Literal["auto"] | None = "auto",
+    inverse_every: int | Array | Literal["auto"] | None = "auto",
     inverse: Inverse | None = None,
     statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
@@ -228,7 +229,7 @@ def chosen(
     *,
     step_norm: str | None = "spectral",
     inverse: Inverse | None = None,
-    cost: float | jax.Array = COST,
+    cost: float | Array = COST,
     statistics_fraction: float | None = None,
     **others: object,
 ) -> Chosen:
@@ -369,7 +370,7 @@ def momentum_beside_blocks(
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        factor: float | jax.Array = 1
+        factor: float | Array = 1
         if moves.rate_in_momentum:
             factor = -value_at(moves.learning_rate, count)
         leaves = {}
@@ -385,5 +386,5 @@ def momentum_beside_blocks(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _wide(leaf: jax.Array) -> jnp.dtype:
+def _wide(leaf: Array) -> jnp.dtype:
     return jnp.promote_types(leaf.dtype, jnp.float32)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any, TypeAlias
 
-import jax
+from jax import Array
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Inverse
@@ -18,7 +18,7 @@ from kfac._optimizer.moves import Moves
 PyTree: TypeAlias = Any
 
 # By group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`.
-Vectors = dict[str, jax.Array]
+Vectors = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)

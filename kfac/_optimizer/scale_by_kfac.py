@@ -9,7 +9,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from kfac._curvature.blocks import group_layers
@@ -43,9 +43,9 @@ def scale_by_kfac(
     *,
     damping: ScalarOrSchedule = 1e-3,
     factor_decay: ScalarOrSchedule = 0.95,
-    statistics_every: int | jax.Array = 1,
-    inverse_every: int | jax.Array | None = 1,
-    refresh_warmup: int | jax.Array | None = None,
+    statistics_every: int | Array = 1,
+    inverse_every: int | Array | None = 1,
+    refresh_warmup: int | Array | None = None,
     inverse: Inverse = Cholesky(),
     unitwise_damping: ScalarOrSchedule = 1.0,
     distribution: Distribution | None = None,
@@ -232,7 +232,7 @@ OVERDUE = (
 )
 
 
-def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
+def is_overdue(state: KfacState, every: int | Array) -> bool:
     """Return whether statistics are due and the last statistics are more than two intervals old.
 
     False if the values are not known, as under `jit`, if they have an axis of devices, as under `pmap`, or if `every`
@@ -247,10 +247,10 @@ def is_overdue(state: KfacState, every: int | jax.Array) -> bool:
 
 
 def in_turn(
-    count: jax.Array,
-    every: int | jax.Array,
-    warmup: int | jax.Array,
-) -> jax.Array:
+    count: Array,
+    every: int | Array,
+    warmup: int | Array,
+) -> Array:
     """Return whether step `count` is a multiple of the current interval.
 
     The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import optax
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
@@ -45,17 +46,17 @@ class KfacMetrics(NamedTuple):
         cast to the gradient's dtype was not finite.
     """
 
-    damping: jax.Array
-    gradient_norm: jax.Array
-    preconditioned_norm: jax.Array
-    condition: jax.Array
-    kl_clip_scale: jax.Array
-    slowest: jax.Array
-    fastest: jax.Array
-    inverse_age: jax.Array
-    skipped_statistics: jax.Array
-    failed_inversions: jax.Array
-    skipped_steps: jax.Array
+    damping: Array
+    gradient_norm: Array
+    preconditioned_norm: Array
+    condition: Array
+    kl_clip_scale: Array
+    slowest: Array
+    fastest: Array
+    inverse_age: Array
+    skipped_statistics: Array
+    failed_inversions: Array
+    skipped_steps: Array
 
 
 # The state of an `Inverse`: any tree of arrays `[k, ...]`.
@@ -75,10 +76,10 @@ class BlockState(NamedTuple):
     """
 
     factors: Block
-    weight: jax.Array
+    weight: Array
     inverse: InverseState
-    condition: jax.Array
-    inverted: jax.Array
+    condition: Array
+    inverted: Array
     motion: MomentumState
 
 
@@ -89,9 +90,9 @@ class Segment(NamedTuple):
     A field is None if there are no such groups, or if their blocks do not have this part.
     """
 
-    factors: jax.Array | None = None
-    inverse: jax.Array | None = None
-    motion: jax.Array | None = None
+    factors: Array | None = None
+    inverse: Array | None = None
+    motion: Array | None = None
 
 
 # The tree structure and the array shapes `[1, ...]` of a single block, as a hashable value.
@@ -190,21 +191,21 @@ class KfacState(NamedTuple):
       settings: the optimizer's settings that `observe` needs. Static.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it
-    refused: jax.Array
-    measured: jax.Array
-    refreshed: jax.Array
-    due: jax.Array
-    refresh_due: jax.Array
-    observe_damping: jax.Array
-    unitwise_damping: jax.Array
-    factor_decay: jax.Array
+    count: Array  # type: ignore[assignment]  # optax's name for it
+    refused: Array
+    measured: Array
+    refreshed: Array
+    due: Array
+    refresh_due: Array
+    observe_damping: Array
+    unitwise_damping: Array
+    factor_decay: Array
     owned: dict[str, Owned]
     segment: Segment
     shared: dict[str, BlockState]
     bases: dict[str, Any]
-    learning_rates: jax.Array
-    members: dict[str, dict[str, jax.Array]]
+    learning_rates: Array
+    members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
     splits: Splits
     settings: Settings
@@ -234,13 +235,13 @@ class AdaptiveDampingState(NamedTuple):
       again: whether the last step was rejected, so that the next step is measured.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it
+    count: Array  # type: ignore[assignment]  # optax's name for it
     # Not `damping`: `optax.tree.get(opt_state, "damping")` must find a single value.
-    next_damping: jax.Array
-    reduction_ratio: jax.Array
+    next_damping: Array
+    reduction_ratio: Array
     inner: Any
-    taken_back: jax.Array
-    again: jax.Array
+    taken_back: Array
+    again: Array
 
 
 def shards_of(state: KfacState) -> dict[str, Shard]:
@@ -277,7 +278,7 @@ def match_leaves(
     layers: Layers,
     tree: PyTree,
     what: str,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
     `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.

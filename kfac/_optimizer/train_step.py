@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import optax
-from jax import lax
+from jax import Array, lax
 
 from kfac._capture.find_layers import LONG, find_layers
 from kfac._capture.microbatch import every_example, microbatch
@@ -88,7 +88,7 @@ class TrainStep:
         params: Any,
         opt_state: Any,
         *args: Any,
-        fisher_key: jax.Array | None = None,
+        fisher_key: Array | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Make a step, after taking statistics if they are due.
@@ -337,7 +337,7 @@ def train_step(
     )
 
 
-def _strong(leaf: jax.Array) -> jax.Array:
+def _strong(leaf: Array) -> Array:
     """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
     if not getattr(leaf, "weak_type", False):
         return leaf

@@ -12,10 +12,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kfac._packing import Shape
 from kfac._statistics.offsets import Axis, offset_moment
@@ -68,10 +67,10 @@ class Convolution:
 
 
 def padded(
-    x: jax.Array,
+    x: Array,
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
-) -> jax.Array:
+) -> Array:
     """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
     config = [(0, 0, 0)]
     for (low, high), step in zip(padding, dilation, strict=True):
@@ -80,9 +79,9 @@ def padded(
 
 
 def patches(
-    x: jax.Array,
+    x: Array,
     conv: Convolution,
-) -> jax.Array:
+) -> Array:
     """Return the inputs in each output position's window, `[n, *out, *window, channels]`.
 
     Args:
@@ -120,7 +119,7 @@ class Patches:
       homogeneous: the last entry of every row, None for a layer without a bias.
     """
 
-    image: jax.Array
+    image: Array
     conv: Convolution
     arrange: Arrangement
     images: bool
@@ -131,7 +130,7 @@ class Patches:
         """The number of rows."""
         return len(self.image) * math.prod(self.conv.out)
 
-    def gram(self) -> jax.Array:
+    def gram(self) -> Array:
         axes = None
         # Correlations pair all channels, even across groups, so grouped convolutions use patches.
         if not self.arrange.copies and self.image.shape[-1] >= FEW_CHANNELS:
@@ -145,34 +144,34 @@ class Patches:
         total = jnp.sum(self._arranged(patches(summed, self.conv)), axis=(1, 2))
         return bordered(moment, total, self.homogeneous, self.count)
 
-    def blocks(self, count: int) -> jax.Array:
+    def blocks(self, count: int) -> Array:
         return diagonal_blocks(self.gram(), count)
 
-    def diagonal(self) -> jax.Array:
+    def diagonal(self) -> Array:
         def square(x):
             return jnp.square(x.astype(accumulator(x.dtype)))
 
         squares = jnp.sum(self._sums_by_image(square), axis=1)
         return append(squares, self.homogeneous, self.count)
 
-    def sums(self) -> jax.Array:
+    def sums(self) -> Array:
         total = self._sums_by_image(lambda x: x)
         if not self.arrange.examples:
             total = jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
 
-    def by_example(self) -> jax.Array:
+    def by_example(self) -> Array:
         if self.images:
             return self.image
         return Rows(self.arrange(patches(self.image, self.conv))).by_example()
 
-    def part(self, part: jax.Array) -> jax.Array:
+    def part(self, part: Array) -> Array:
         if self.images:
             part = self._arranged(patches(part, self.conv))
             part = jnp.moveaxis(part, 0, 1)
         return append(part, self.homogeneous, 1)
 
-    def _arranged(self, rows: jax.Array) -> jax.Array:
+    def _arranged(self, rows: Array) -> Array:
         """Bring the patches of any number of images to the normal form."""
         arrange = self.arrange
         # The axis of a single image does not appear in `split`.
@@ -197,7 +196,7 @@ class Patches:
             flips=moved(arrange.flips),
         )
 
-    def _sums_by_image(self, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def _sums_by_image(self, of: Callable[[Array], Array]) -> Array:
         """Apply a function to each patch entry and sum over positions, `[copies, images, d]`.
 
         Only a single tap is formed at a time.
@@ -216,7 +215,7 @@ class Patches:
             taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
         return self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
 
-    def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> jax.Array:
+    def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> Array:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
         form = self._feature_arrangement(())
         split = form.split
@@ -228,7 +227,7 @@ class Patches:
         order = [*form.features, *(k + rank for k in form.features)]
         return moment.transpose(order).reshape(1, d, d)
 
-    def _gram_of_patches(self) -> jax.Array:
+    def _gram_of_patches(self) -> Array:
         conv = self.conv
         n = len(self.image)
         taps = math.prod(conv.window)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from kfac._factors import Kronecker
@@ -19,7 +19,7 @@ def squares_in_basis(
     g: Rows,
     basis: Kronecker,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> Array:
     """Sum the squared per-example gradients in an eigenbasis, `[copies, d_out, d_in]`.
 
     The factors have the eigenvectors `Q_A` and `Q_G`. Example `i` contributes `sum_p g_ip a_ip^T`, a sum over positions
@@ -46,10 +46,10 @@ def squares_in_basis(
 
 
 def _squares(
-    a: jax.Array,
-    g: jax.Array,
+    a: Array,
+    g: Array,
     basis: Kronecker,
-) -> jax.Array:
+) -> Array:
     """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
     q_a = basis.A.astype(a.dtype)
     q_g = basis.G.astype(a.dtype)
@@ -70,10 +70,10 @@ def _squares(
 
 
 def example_gradients(
-    g: jax.Array,
-    coefficient: jax.Array | None,
+    g: Array,
+    coefficient: Array | None,
     arrange: Arrangement,
-) -> jax.Array:
+) -> Array:
     """Return the per-example gradients with respect to an elementwise parameter, summed over positions, `[n, units]`.
 
     Args:

@@ -21,10 +21,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from kfac._statistics.rows import accumulator
 
@@ -97,9 +96,9 @@ class Pair(NamedTuple):
 
 
 def offset_moment(
-    x: jax.Array,
+    x: Array,
     axes: Sequence[Axis],
-) -> jax.Array:
+) -> Array:
     """Sum `a a^T` over examples and output positions, where `a` holds the inputs in the window.
 
     Args:
@@ -122,9 +121,9 @@ def offset_moment(
 
 
 def _of_pairs(
-    x: jax.Array,
+    x: Array,
     axes: Sequence[Axis],
-) -> jax.Array:
+) -> Array:
     """Compute `offset_moment` from the correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
     # The index of each tap pair's distinct block, [*window, *window].
@@ -143,11 +142,11 @@ def _of_pairs(
 
 
 def _by_pair(
-    left: jax.Array,
-    right: jax.Array,
+    left: Array,
+    right: Array,
     axes: Sequence[Axis],
     k: int,
-) -> jax.Array:
+) -> Array:
     """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
 
     Along the axes from `k` on, the offsets are followed by the distinct tap pairs that do not reach all positions, and
@@ -183,10 +182,10 @@ def _by_pair(
 
 
 def _correlate(
-    left: jax.Array,
-    right: jax.Array,
+    left: Array,
+    right: Array,
     axes: Sequence[Axis],
-) -> jax.Array:
+) -> Array:
     """Return `sum_q left[q] right[q + d]^T` for all offsets `d` between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
     dtype = accumulator(left.dtype)
@@ -221,10 +220,10 @@ def _correlate(
 
 
 def _products(
-    left: jax.Array,
-    right: jax.Array,
+    left: Array,
+    right: Array,
     axes: Sequence[Axis],
-) -> jax.Array:
+) -> Array:
     """Compute `_correlate` as a matrix product with shifted copies, which sums narrow operands in float32."""
     reach = [axis.steps * axis.dilation for axis in axes]
     padded = jnp.pad(right, [(0, 0), *((r, r) for r in reach), (0, 0)])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._packing import Shape, in_blocks, pad_end
@@ -46,7 +46,7 @@ class Arrangement(NamedTuple):
     features: Shape
     flips: Shape = ()
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         x = x.reshape(self.split)
         if self.flips:
             x = jnp.flip(x, self.flips)
@@ -60,7 +60,7 @@ class Geometry(Protocol):
 
     def form(
         self,
-        x: jax.Array,
+        x: Array,
         arrange: Arrangement,
         homogeneous: float | None,
         images: bool,
@@ -87,7 +87,7 @@ class Rows:
         bias. None for a layer without a bias.
     """
 
-    array: jax.Array
+    array: Array
     homogeneous: float | None = None
 
     @property
@@ -95,7 +95,7 @@ class Rows:
         """The number of rows per copy."""
         return self.array.shape[1] * self.array.shape[2]
 
-    def gram(self) -> jax.Array:
+    def gram(self) -> Array:
         """Return the sum of the outer products of all rows, `[copies, d, d]`."""
         rows = self.array.reshape(len(self.array), -1, self.array.shape[-1])
         moment = jnp.einsum(
@@ -104,7 +104,7 @@ class Rows:
         total = jnp.sum(self.array, axis=(1, 2), dtype=moment.dtype)
         return bordered(moment, total, self.homogeneous, self.count)
 
-    def blocks(self, count: int) -> jax.Array:
+    def blocks(self, count: int) -> Array:
         """Return `count` diagonal blocks of `gram`, cut as in `diagonal_blocks`, `[copies, count, rows, rows]`."""
         copies, n, s, _ = self.array.shape
         rows = append(self.array, self.homogeneous, 1).reshape(copies, n * s, -1)
@@ -112,29 +112,29 @@ class Rows:
         pieces = Rows(blocks.reshape(copies * count, n, s, -1))
         return pieces.gram().reshape(copies, count, *2 * blocks.shape[-1:])
 
-    def diagonal(self) -> jax.Array:
+    def diagonal(self) -> Array:
         """Return the diagonal of `gram`, `[copies, d]`."""
         squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
         return append(jnp.sum(squares, axis=(1, 2)), self.homogeneous, self.count)
 
-    def sums(self) -> jax.Array:
+    def sums(self) -> Array:
         """Sum the rows over the positions of each example, `[copies, n, d]`."""
         total = jnp.sum(self.array, axis=2, dtype=accumulator(self.array.dtype))
         return append(total, self.homogeneous, self.array.shape[2])
 
-    def by_example(self) -> jax.Array:
+    def by_example(self) -> Array:
         """Return the examples as an array `[n, ...]`, whose slices `part` accepts."""
         return jnp.moveaxis(self.array, 0, 1)
 
-    def part(self, part: jax.Array) -> jax.Array:
+    def part(self, part: Array) -> Array:
         """Return the rows for a slice of `by_example()`, `[examples, copies, s, d]`."""
         return append(part, self.homogeneous, 1)
 
 
 def as_floats(
-    x: jax.Array,
+    x: Array,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> Array:
     """Cast integers to `dtype`, and floats of eight bits or fewer to bfloat16, so that they can be multiplied."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x.astype(dtype)
@@ -180,12 +180,12 @@ class OneHot:
       dtype: the dtype of the counts.
     """
 
-    indices: jax.Array
+    indices: Array
     lookup: Lookup
     arrange: Arrangement
     dtype: DTypeLike
 
-    def diagonal(self) -> jax.Array:
+    def diagonal(self) -> Array:
         flat = self.indices[..., self.lookup.column].reshape(-1)
         inside = jnp.clip(flat, 0, self.lookup.rows - 1)
         weight = jnp.ones_like(flat, self.dtype)
@@ -204,10 +204,10 @@ class Groups:
       sizes: the number of rows per copy, `[copies]`. Rows after the sum of all sizes belong to no copy.
     """
 
-    array: jax.Array
-    sizes: jax.Array
+    array: Array
+    sizes: Array
 
-    def gram(self) -> jax.Array:
+    def gram(self) -> Array:
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())),
             lhs_ragged_dimensions=[0],
@@ -218,10 +218,10 @@ class Groups:
             self.array, self.array, self.sizes, numbers, preferred_element_type=dtype
         )
 
-    def blocks(self, count: int) -> jax.Array:
+    def blocks(self, count: int) -> Array:
         return diagonal_blocks(self.gram(), count)
 
-    def diagonal(self) -> jax.Array:
+    def diagonal(self) -> Array:
         squares = jnp.square(self.array.astype(accumulator(self.array.dtype)))
         ends = jnp.cumsum(self.sizes)
         copy = jnp.searchsorted(ends, jnp.arange(len(squares)), side="right")
@@ -229,9 +229,9 @@ class Groups:
 
 
 def diagonal_blocks(
-    moment: jax.Array,
+    moment: Array,
     count: int,
-) -> jax.Array:
+) -> Array:
     """Cut `count` diagonal blocks `[..., count, rows, rows]` out of `[..., d, d]`, the last padded with zeros."""
     *lead, d, _ = moment.shape
     rows = -(-d // count)
@@ -243,10 +243,10 @@ def diagonal_blocks(
 
 
 def append(
-    rows: jax.Array,
+    rows: Array,
     homogeneous: float | None,
     count: int,
-) -> jax.Array:
+) -> Array:
     """Append the homogeneous entry, multiplied by `count`, as the last feature. None leaves the rows unchanged."""
     if homogeneous is None:
         return rows
@@ -255,11 +255,11 @@ def append(
 
 
 def bordered(
-    moment: jax.Array,
-    total: jax.Array,
+    moment: Array,
+    total: Array,
     homogeneous: float | None,
     count: int,
-) -> jax.Array:
+) -> Array:
     """Append the row and column of a homogeneous entry to a sum of outer products.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+from jax import Array
 from optax import Params
 
 from kfac._capture.find_layers import layers_of
@@ -24,7 +25,7 @@ def estimate(
     batches: Iterable[Any],
     *,
     fisher: str = "empirical",
-    key: jax.Array | None = None,
+    key: Array | None = None,
     basis: Mapping[str, Kronecker] | None = None,
     has_aux: bool = False,
     num_examples: int | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from optax import Params
 
 from kfac._capture.outputs import marked
@@ -50,7 +50,7 @@ class GaussNewton(Linear):
             lambda x, t: (x / self.batches).astype(jnp.result_type(t)), total, tree
         )
 
-    def sample(self, key: jax.Array) -> Params:
+    def sample(self, key: Array) -> Params:
         """Draw `R^T` times white noise, with `F = R^T R`, so the covariance is `F`."""
 
         def white(root, index):
@@ -63,7 +63,7 @@ class GaussNewton(Linear):
 
         return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
 
-    def _sum(self, rows: Callable[..., list[jax.Array]]) -> Params:
+    def _sum(self, rows: Callable[..., list[Array]]) -> Params:
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
 
         def of_batch(data, index):

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-Product = Callable[[jax.Array], jax.Array]
+Product = Callable[[Array], Array]
 
 
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def matmul(a: Array, b: Array) -> Array:
     """Multiply in full precision."""
     return jnp.matmul(a, b, precision="highest")
 
 
-def first_column(fn: Product, matrix: jax.Array) -> jax.Array:
+def first_column(fn: Product, matrix: Array) -> Array:
     """Return `fn(T) e_1` for a small symmetric matrix `T`; `fn` maps eigenvalues."""
     values, rotation = jnp.linalg.eigh(matrix)
     first = rotation[0]
@@ -25,9 +25,9 @@ def first_column(fn: Product, matrix: jax.Array) -> jax.Array:
 
 def lanczos(
     product: Product,
-    start: jax.Array,
+    start: Array,
     steps: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Run Lanczos' method with full reorthogonalization.
 
     Each new vector is orthogonalized twice against all earlier vectors. If the Krylov space is exhausted, a random
@@ -75,11 +75,11 @@ def lanczos(
 
 def conjugate_gradients(
     product: Product,
-    b: jax.Array,
+    b: Array,
     precondition: Product,
     tolerance: float,
     max_steps: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Solve `M x = b` by conjugate gradients.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from optax import Params
@@ -30,8 +30,8 @@ class Estimate(NamedTuple):
       error: the standard error of this mean. `MatrixFreeOperator.logdet` adds the truncation error of Lanczos' method.
     """
 
-    value: jax.Array
-    error: jax.Array
+    value: Array
+    error: Array
 
 
 class Solution(NamedTuple):
@@ -44,8 +44,8 @@ class Solution(NamedTuple):
     """
 
     value: Any
-    steps: jax.Array
-    residual: jax.Array
+    steps: Array
+    residual: Array
 
 
 class Eigenpairs(NamedTuple):
@@ -57,9 +57,9 @@ class Eigenpairs(NamedTuple):
       residuals: the norms of `M q - value q`, `[k]`.
     """
 
-    values: jax.Array
+    values: Array
     vectors: Any
-    residuals: jax.Array
+    residuals: Array
 
 
 class Linear:
@@ -80,15 +80,15 @@ class Linear:
         """The matrix dimension, which is the number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.like()))
 
-    def __matmul__(self, vector: Params | jax.Array) -> Params | jax.Array:
+    def __matmul__(self, vector: Params | Array) -> Params | Array:
         """Multiply by a tree like the parameters, or by a flat vector in the order of `ravel_pytree(params)`."""
-        if isinstance(vector, jax.Array | np.ndarray) and vector.ndim == 1:
+        if isinstance(vector, Array | np.ndarray) and vector.ndim == 1:
             # If the parameters are a bare vector, the result keeps the dtype of `vector`.
             if vector.shape != getattr(self.like(), "shape", None):
                 return self._flat(jnp.asarray(vector))
         return self.matvec(vector)
 
-    def _flat(self, vector: jax.Array) -> jax.Array:
+    def _flat(self, vector: Array) -> Array:
         zeros, unravel = self._zeros()
         if vector.shape != zeros.shape:
             raise ValueError(
@@ -96,7 +96,7 @@ class Linear:
             )
         return ravel_pytree(self.matvec(unravel(vector.astype(zeros.dtype))))[0]
 
-    def _zeros(self) -> tuple[jax.Array, Callable[[jax.Array], Params]]:
+    def _zeros(self) -> tuple[Array, Callable[[Array], Params]]:
         """Return a flat vector of zeros, and the function that turns a flat vector into a tree."""
         return ravel_pytree(jax.tree.map(jnp.zeros_like, self.like()))
 
@@ -136,7 +136,7 @@ class Linear:
         """Subtract the matrix from a number times the identity."""
         return -self + other
 
-    def eigsh(self, k: int, key: jax.Array, steps: int | None = None) -> Eigenpairs:
+    def eigsh(self, k: int, key: Array, steps: int | None = None) -> Eigenpairs:
         """Compute the `k` largest eigenvalues and their eigenvectors by Lanczos' method.
 
         Args:
@@ -154,7 +154,7 @@ class Linear:
         vectors = jax.vmap(unravel)(matmul(chosen.T, basis))
         return Eigenpairs(values[::-1][:k], vectors, last * jnp.abs(chosen[-1]))
 
-    def to_dense(self) -> jax.Array:
+    def to_dense(self) -> Array:
         """Return a small model's dense matrix, `[p, p]`, in the order of `jax.flatten_util.ravel_pytree(params)`."""
         zeros, _ = self._zeros()
         units = jnp.eye(zeros.size, dtype=zeros.dtype)
@@ -196,7 +196,7 @@ class MatrixFreeOperator(Linear):
         """Return the inverse; each of its products is a `solve` with these options."""
         return Inverted(self, tolerance, max_steps)
 
-    def map(self, fn: Callable[[jax.Array], jax.Array], steps: int = 64) -> Function:
+    def map(self, fn: Callable[[Array], Array], steps: int = 64) -> Function:
         """Apply `fn` to the eigenvalues. Each product with the result takes `steps` steps of Lanczos' method."""
         return Function(self, fn, steps)
 
@@ -204,11 +204,11 @@ class MatrixFreeOperator(Linear):
         """Return the symmetric square root."""
         return self.map(jnp.sqrt, steps)
 
-    def trace(self, key: jax.Array, probes: int = 32) -> Estimate:
+    def trace(self, key: Array, probes: int = 32) -> Estimate:
         """Estimate the trace from products with `probes` random sign vectors (Hutchinson 1990); `key` is a PRNG key."""
         return self._mean(lambda v: jnp.vdot(v, self._flat(v)), key, probes)
 
-    def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
+    def logdet(self, key: Array, probes: int = 16, steps: int = 64) -> Estimate:
         """Estimate the log-determinant by stochastic Lanczos quadrature (Ubaru, Chen & Saad 2017).
 
         With a preconditioner `P`, the result is `logdet(P)`, which is exact, plus an estimate of
@@ -242,8 +242,8 @@ class MatrixFreeOperator(Linear):
 
     def _mean(
         self,
-        of_probe: Callable[[jax.Array], jax.Array],
-        key: jax.Array,
+        of_probe: Callable[[Array], Array],
+        key: Array,
         probes: int,
     ) -> Estimate:
         """Average `of_probe` over flat vectors of random signs."""
@@ -261,7 +261,7 @@ class MatrixFreeOperator(Linear):
         return Estimate(jnp.mean(values, 0), error)
 
 
-def _unchanged(vector: jax.Array) -> jax.Array:
+def _unchanged(vector: Array) -> Array:
     return vector
 
 
@@ -296,7 +296,7 @@ class Matrix(MatrixFreeOperator):
 
         return jax.tree.map(total, tree, *[term.matvec(tree) for term in self.terms])
 
-    def sample(self, key: jax.Array) -> Params:
+    def sample(self, key: Array) -> Params:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance."""
         zeros, unravel = self._zeros()
         first, *keys = jax.random.split(key, 1 + len(self.terms))
@@ -308,10 +308,10 @@ class Matrix(MatrixFreeOperator):
 
 
 def _add_scaled(
-    x: jax.Array,
+    x: Array,
     scales: Sequence[ArrayLike],
-    terms: Sequence[jax.Array],
-) -> jax.Array:
+    terms: Sequence[Array],
+) -> Array:
     return x + sum(scale * y for scale, y in zip(scales, terms, strict=True))
 
 
@@ -339,11 +339,11 @@ class Inverted(MatrixFreeOperator):
         )
         return solution.value
 
-    def sample(self, key: jax.Array) -> Params:
+    def sample(self, key: Array) -> Params:
         """Draw a tree with covariance `M^-1`: the solution `M^-1 y` for a draw `y` with covariance `M`."""
         return self.matvec(self.matrix.sample(key))
 
-    def logdet(self, key: jax.Array, probes: int = 16, steps: int = 64) -> Estimate:
+    def logdet(self, key: Array, probes: int = 16, steps: int = 64) -> Estimate:
         """Estimate the inverse's log-determinant, minus the matrix's `logdet`."""
         estimate = self.matrix.logdet(key, probes, steps)
         return estimate._replace(value=-estimate.value)
@@ -358,7 +358,7 @@ class Function(MatrixFreeOperator):
     """
 
     matrix: Any
-    fn: Callable[[jax.Array], jax.Array] = dataclasses.field(metadata={"static": True})
+    fn: Callable[[Array], Array] = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
 
     def like(self) -> Params:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 from optax import Params
 
@@ -46,34 +47,34 @@ class Block:
     """
 
     basis: Kronecker
-    values: jax.Array
+    values: Array
 
-    def __matmul__(self, matrices: jax.Array) -> jax.Array:
+    def __matmul__(self, matrices: Array) -> Array:
         """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
         dtype = jnp.result_type(matrices, self.values)
         wide = matrices.reshape(self.values.shape).astype(dtype)
         turned = rotate(wide, self.basis, "float32", back=False)
         return self.turn_back(self.values * turned).reshape(matrices.shape)
 
-    def turn_back(self, matrices: jax.Array) -> jax.Array:
+    def turn_back(self, matrices: Array) -> Array:
         """Compute `Q v` for `[k, d_out, d_in]`."""
         return rotate(matrices, self.basis, "float32", back=True)
 
-    def map(self, fn: Callable[[jax.Array], jax.Array]) -> Block:
+    def map(self, fn: Callable[[Array], Array]) -> Block:
         """Apply `fn` to the eigenvalues; the eigenvectors stay the same."""
         return dataclasses.replace(self, values=fn(self.values))
 
-    def sample(self, key: jax.Array) -> jax.Array:
+    def sample(self, key: Array) -> Array:
         """Draw `[k, d_out, d_in]` from the normal distribution with this covariance."""
         root = jnp.sqrt(self.values)
         return self.turn_back(root * jax.random.normal(key, root.shape, root.dtype))
 
-    def diagonal(self) -> jax.Array:
+    def diagonal(self) -> Array:
         """Return the diagonal entries, `[k, d_out, d_in]`."""
         squares = jax.tree.map(jnp.square, self.basis)
         return Block(squares, self.values).turn_back(self.values)
 
-    def to_dense(self) -> jax.Array:
+    def to_dense(self) -> Array:
         """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
         k, d_out, d_in = self.values.shape
         p = d_out * d_in
@@ -107,14 +108,14 @@ class Operator(Linear):
     def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
         leaves = match_leaves(self.layers, tree, "tree")
-        products: dict[str, jax.Array] = {}
+        products: dict[str, Array] = {}
         for layer, block in self._by_layer():
             if layer.params[0] in leaves:
                 matrix = layer.to_matrix([leaves[path] for path in layer.params])
                 products |= _leaves(layer, block @ layer.to_pieces(matrix))
         return _fill(tree, products)
 
-    def map(self, fn: Callable[[jax.Array], jax.Array]) -> Operator:
+    def map(self, fn: Callable[[Array], Array]) -> Operator:
         """Apply `fn` to the eigenvalues, elementwise; the eigenvectors stay the same."""
         blocks = {name: block.map(fn) for name, block in self.blocks.items()}
         return dataclasses.replace(self, blocks=blocks)
@@ -147,15 +148,15 @@ class Operator(Linear):
         """Return the inverse of the symmetric square root."""
         return self.map(lambda values: 1 / jnp.sqrt(values))
 
-    def trace(self) -> jax.Array:
+    def trace(self) -> Array:
         """Return the sum of the eigenvalues, a scalar."""
         return jnp.sum(self._values())
 
-    def logdet(self) -> jax.Array:
+    def logdet(self) -> Array:
         """Return the log-determinant, a scalar."""
         return jnp.sum(jnp.log(self._values()))
 
-    def eigvalsh(self) -> jax.Array:
+    def eigvalsh(self) -> Array:
         """Return all eigenvalues in ascending order, `[size]`."""
         return jnp.sort(self._values())
 
@@ -168,7 +169,7 @@ class Operator(Linear):
         """Return the diagonal, a tree like the parameters."""
         return self._tree(Block.diagonal)
 
-    def sample(self, key: jax.Array) -> Params:
+    def sample(self, key: Array) -> Params:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
 
         Args:
@@ -211,7 +212,7 @@ class Operator(Linear):
             if layer.name in self.blocks:
                 yield layer, self.blocks[layer.name]
 
-    def _values(self) -> jax.Array:
+    def _values(self) -> Array:
         """Return all eigenvalues, `[size]`.
 
         The last pieces of a split kernel are padded with zeros, whose eigenvalues are the smallest. In descending order
@@ -226,15 +227,15 @@ class Operator(Linear):
             values.append(pieces.ravel())
         return jnp.concatenate(values)
 
-    def _tree(self, matrix_of: Callable[[Block], jax.Array]) -> Params:
+    def _tree(self, matrix_of: Callable[[Block], Array]) -> Params:
         """Return a tree like the parameters from a matrix for each block; zeros where a layer has no block."""
-        leaves: dict[str, jax.Array] = {}
+        leaves: dict[str, Array] = {}
         for layer, block in self._by_layer():
             leaves |= _leaves(layer, matrix_of(block))
         return _fill(self.like(), leaves)
 
 
-def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
+def _leaves(layer: Layer, matrix: Array) -> dict[str, Array]:
     """Split a layer's matrix, possibly in pieces, into the layer's leaves."""
     if layer.pieces > 1:
         matrix = layer.from_pieces(matrix)
@@ -243,7 +244,7 @@ def _leaves(layer: Layer, matrix: jax.Array) -> dict[str, jax.Array]:
     return dict(zip(layer.params, layer.from_matrix(matrix), strict=True))
 
 
-def _fill(tree: Params, leaves: Mapping[str, jax.Array]) -> Params:
+def _fill(tree: Params, leaves: Mapping[str, Array]) -> Params:
     """Return `leaves` as a tree with the structure and the dtypes of `tree`, zeros for missing leaves."""
     return map_by_path(
         lambda path, x: leaves.get(path, jnp.zeros_like(x)).astype(x.dtype), tree
@@ -254,7 +255,7 @@ def operator(
     layers: Layers,
     source: Any,
     *,
-    damping: float | jax.Array | None = None,
+    damping: float | Array | None = None,
     inverse: Inverse | None = None,
     basis: dict[str, Kronecker] | None = None,
 ) -> Operator:
@@ -332,7 +333,7 @@ def _decompose(
     group: Group,
     stack: Stack | BlockState,
     inverse: Inverse,
-    damping: jax.Array,
+    damping: Array,
 ) -> dict[str, Block]:
     """Return the damped block of each layer in a group."""
     inverse = group.inverse_of(inverse)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import Marks, find_marks
@@ -37,7 +37,7 @@ def fisher_blocks(
     names: Sequence[str] | None = None,
     has_aux: bool = False,
     num_examples: int | None = None,
-) -> Callable[..., dict[str, jax.Array]]:
+) -> Callable[..., dict[str, Array]]:
     """Return a function that computes the exact Fisher block of each layer.
 
     Let `n` be the number of examples, and `J_r` the Jacobian of row `r` of the marked output with respect to a layer's
@@ -104,12 +104,12 @@ def fisher_blocks(
     return blocks
 
 
-ByPath = dict[str, jax.Array]
-ByMark = dict[Key, jax.Array]
-Rows = Callable[[ByPath], list[jax.Array]]
+ByPath = dict[str, Array]
+ByMark = dict[Key, Array]
+Rows = Callable[[ByPath], list[Array]]
 
 
-def _block(layer: Layer, leaves: ByPath, rows_of: Rows) -> jax.Array:
+def _block(layer: Layer, leaves: ByPath, rows_of: Rows) -> Array:
     """Return a layer's block `S^T S`, where `rows_of` multiplies a change of the parameters by `S`."""
     dtype = accumulator(jnp.result_type(*leaves.values()))
     zeros = jax.tree.map(jnp.zeros_like, leaves)
@@ -167,7 +167,7 @@ def _true(
     outputs: _Outputs,
     n: int,
     change: ByPath,
-) -> list[jax.Array]:
+) -> list[Array]:
     """Return `sqrt(weight / n) S_r v_r` by mark, with the change `v_r` of output row `r` and `H_r = S_r^T S_r`."""
     moved = outputs.push(change)
     return [
@@ -181,7 +181,7 @@ def _empirical(
     outputs: _Outputs,
     n: int,
     change: ByPath,
-) -> list[jax.Array]:
+) -> list[Array]:
     """Return `sqrt(n)` times the change of each example's contribution to the loss.
 
     The contribution of a mark with weight `w` is divided by `sqrt(w)`. If marks have weights and `n` does not divide
@@ -219,11 +219,11 @@ class Error(NamedTuple):
       cosine: the cosine of the angle between both blocks as vectors, which ignores their scales; 1 is perfect.
     """
 
-    relative: jax.Array
-    cosine: jax.Array
+    relative: Array
+    cosine: Array
 
 
-def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
+def dense(block: Block, basis: Kronecker | None = None) -> Array:
     """Return an approximate block as a dense matrix, in the order of `fisher_blocks`.
 
     Args:
@@ -248,7 +248,7 @@ def dense(block: Block, basis: Kronecker | None = None) -> jax.Array:
     return block.combined().dense(basis)
 
 
-def error(exact: jax.Array, approximation: jax.Array) -> Error:
+def error(exact: Array, approximation: Array) -> Error:
     """Return the error of an approximate block.
 
     Args:
@@ -276,7 +276,7 @@ def error(exact: jax.Array, approximation: jax.Array) -> Error:
     )
 
 
-def nearest_kronecker(exact: jax.Array, layer: Layer) -> Kronecker:
+def nearest_kronecker(exact: Array, layer: Layer) -> Kronecker:
     """Return the Kronecker factors whose product is nearest to a block in the Frobenius norm.
 
     The leading singular vectors of the rearranged block give the factors (Van Loan & Pitsianis 1993). If the block is

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AbstractMesh
 
 from kfac._checks import check, check_layers
@@ -236,7 +237,7 @@ class Assignment:
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return +total  # unary plus drops zeros
 
-    def _gradient(self, group: Group) -> jax.Array | None:
+    def _gradient(self, group: Group) -> Array | None:
         """Return a block's gradient, or None if the group has no owners."""
         return jnp.zeros((1, group.d_out * group.d_in)) if group.owned else None
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
@@ -21,7 +21,7 @@ from kfac._optimizer.state import (
 )
 from kfac._varying import as_varying, device_axes, varying_axes
 
-LossOfParams = Callable[[optax.Params], jax.Array]
+LossOfParams = Callable[[optax.Params], Array]
 
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
 
@@ -38,12 +38,12 @@ class Predicted(NamedTuple):
 
     blocks: Any
     step: Any
-    loss: jax.Array
-    change: jax.Array
+    loss: Array
+    change: Array
 
 
 def adaptive_damping(
-    optimizer: Callable[[jax.Array], optax.GradientTransformation],
+    optimizer: Callable[[Array], optax.GradientTransformation],
     initial: float,
     *,
     every: int = 5,
@@ -207,14 +207,14 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
         )
 
 
-def _scale_damping(inner_state: Any, factor: jax.Array) -> Any:
+def _scale_damping(inner_state: Any, factor: Array) -> Any:
     """Scale the damping with which the next `observe` computes inverses."""
     return on_states(
         lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
     )
 
 
-def _unmeasured() -> tuple[jax.Array, jax.Array]:
+def _unmeasured() -> tuple[Array, Array]:
     """Return the result of `_reduction_ratio` for a step that is not measured."""
     return jnp.full((), jnp.nan, jnp.float32), jnp.zeros((), bool)
 
@@ -225,7 +225,7 @@ def _reduction_ratio(
     changes: optax.Updates,
     inner_state: Any,
     num_examples: int | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
 
     The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. The ratio
@@ -269,7 +269,7 @@ def _along(
     params: optax.Params,
     direction: optax.Updates,
     num_examples: int | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return the loss at `params` and `<grad h, d> + <d, F d> / 2` for the direction `d`, in a single forward pass.
 
     `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import marked
@@ -21,7 +21,7 @@ from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 
 STEPS = 6  # of conjugate gradients, per update
 
-Product = Callable[[jax.Array], jax.Array]
+Product = Callable[[Array], Array]
 
 
 def deterministic(
@@ -85,7 +85,7 @@ def deterministic(
 def _quadratic_step(
     layers: Layers,
     num_examples: int | None,
-    multiple: jax.Array,
+    multiple: Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer with a damping of `multiple` times the loss."""
 
@@ -134,12 +134,12 @@ def _quadratic_step(
 
 
 def _minimized(
-    pair: jax.Array,
-    gradient: jax.Array,
-    damping: jax.Array,
+    pair: Array,
+    gradient: Array,
+    damping: Array,
     root: Product,
     precondition: Product,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Minimize the quadratic model by conjugate gradients, and return the step `s` and `R s`.
 
     Args:

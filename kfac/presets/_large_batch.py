@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
+from jax import Array
 
 from kfac._checks import check_given
 from kfac._curvature.cholesky import Cholesky
@@ -30,9 +30,9 @@ def large_batch(
     trust_ratio: ScalarOrSchedule | None = None,
     damping: ScalarOrSchedule = 1e-4,
     factor_decay: ScalarOrSchedule = 0.0,
-    statistics_every: int | jax.Array = 1,
-    inverse_every: int | jax.Array | None = 1,
-    refresh_warmup: int | jax.Array | None = None,
+    statistics_every: int | Array = 1,
+    inverse_every: int | Array | None = 1,
+    refresh_warmup: int | Array | None = None,
     inverse: Inverse = Cholesky(),
     unitwise_damping: ScalarOrSchedule = 16.0,
     distribution: Distribution | None = None,
