@@ -161,7 +161,7 @@ class Layer:
       diagonal: the names (`"A"`, `"G"`) of the factors that are kept as diagonals, `[d_in]` and `[d_out]`.
       cut: the numbers of pieces `(a, g)` into which the input and the output side are cut. `A` is kept as `a` diagonal
         blocks of neighbouring rows, `G` as `g`. The kernel becomes `a * g` pieces. Each piece has its own Kronecker
-        block, made of one block of `A` and one block of `G`.
+        block, made from one block in `A` and one in `G`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
       told_apart: whether the layer can form per-example gradients. This needs a single use of the kernel and rows whose
         examples are known.

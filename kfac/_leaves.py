@@ -15,7 +15,7 @@ PyTree: TypeAlias = Any
 
 
 class Layout(NamedTuple):
-    """How a leaf becomes a stack of matrices. An atom is an axis of the leaf or a strided part of an axis.
+    """How a leaf becomes a stack of matrices. An atom is one of the leaf's axes, or a strided part.
 
     Attributes:
       roles: the role of each atom in memory order: `"stack"`, `"out"` or `"in"`.

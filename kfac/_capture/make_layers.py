@@ -196,7 +196,7 @@ def _reads(parts: Sequence[Sequence[Use]]) -> int:
 # into at most `PIECES` blocks. A side with fewer rows costs little. A kernel that would need more than `PIECES` blocks
 # stays whole if its shorter side has fewer than `HEAD` rows.
 LONG, PIECES, HEAD = 256, 8, 32
-# The maximum number of rows of a piece along a diagonal factor. Every piece has its own copy of the other factor, so
+# The most rows that a piece may have along a diagonal factor. Every piece has its own copy of the other factor, so
 # smaller pieces would take more memory.
 ROWS = 4096
 
@@ -227,7 +227,7 @@ def bounded(layer: Layer, max_dim: int | None) -> Layer:
             reasons.append(
                 f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole"
             )
-    # The rows of a diagonal factor are independent. If the number of pieces is a power of two, devices can share them.
+    # A diagonal factor's rows are independent. If the number of pieces is a power of two, devices can share them.
     for name in diagonal:
         pieces = math.ceil(sizes[name] / ROWS)
         counts[name] = 2 ** math.ceil(math.log2(pieces))

@@ -352,7 +352,7 @@ READS: dict[str, Rule] = {
 def _single(
     eqn: JaxprEqn, like: Callable[..., Any]
 ) -> tuple[JaxprEqn, list[int | None]]:
-    """Trace `like` and return its only equation, and the number of each of its inputs among the inputs of `eqn`.
+    """Trace `like` and return its only equation, and each input's number among the inputs of `eqn`.
 
     The number is None for a constant.
 

@@ -173,7 +173,7 @@ class _Replay:
 
 
 def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[Array]:
-    """Return the multiplier of each result of an op, whose input number `operand` is a view of a parameter."""
+    """Return each result's multiplier for an op whose input number `operand` is a parameter's view."""
     value, multiplier = inputs[operand]
     if multiplier is None:
         multiplier = jnp.ones_like(_rows(value))

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `init` and `update`, and removal of biases that a wrapper hides from the optimizer."""
+"""Check the arguments to `init` and `update`, and remove biases that a wrapper hides from the optimizer."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def normalize_step(
 
 
 class BlockSums(NamedTuple):
-    """Sums over the elements of each block, or of each row with `by_row`, as vectors of equal length.
+    """Sums over each block's elements, or each row's with `by_row`, as vectors of equal length.
 
     Here `u` are updates, `w` kernels and `g` gradients. If blocks are pieces of a kernel, each has the sums over the
     whole kernel. In stacks with kernels, only `moving` and the test for zero gradients include biases.
