@@ -368,7 +368,7 @@ class Function(MatrixFreeOperator):
         flat, unravel = ravel_pytree(tree)
         steps = min(self.steps, flat.size)
         basis, tridiagonal, _ = lanczos(self.matrix._flat, flat, steps)
-        result = first_column(self.fn, tridiagonal) @ basis
+        result = matmul(first_column(self.fn, tridiagonal), basis)
         return unravel(jnp.linalg.norm(flat) * result)
 
 
