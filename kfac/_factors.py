@@ -152,7 +152,7 @@ class Eigen:
 
     Attributes:
       vectors: eigenvectors `[k, d, d]`.
-      values: non-negative eigenvalues `[k, d]`.
+      values: non-negative eigenvalues `[k, d]`, or None if only the vectors are known.
     """
 
     vectors: Any

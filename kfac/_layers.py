@@ -287,7 +287,7 @@ class Layer:
         return pieces.reshape(-1, rows, columns)
 
     def from_pieces(self, pieces: Array) -> Array:
-        """Undo `to_pieces`."""
+        """Undo `to_pieces`, and keep the column of a bias."""
         a, g = self.cut
         _, rows, columns = pieces.shape
         matrix = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3)

@@ -231,6 +231,20 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
     assert not np.any(found["skipped"])
 
 
+def test_the_operator_before_the_first_step_has_the_damping_of_that_step():
+    tx = kfac.scale_by_kfac(layers(), damping=DAMPING, inverse=kfac.Eigh())
+
+    @jax.jit
+    def found(params, batch):
+        state = kfac.observe(tx.init(params), kfac.value_and_grad(loss_fn, layers())(params, batch)[2])
+        grads = jax.grad(loss_fn)(params, batch)
+        return kfac.curvature.operator(layers(), state).inv() @ grads, tx.update(grads, state)[0]
+
+    actual, expected = found(parameters(), batch(0))
+    for name in ("first", "norm", "out"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), actual[name], expected[name])
+
+
 @pytest.mark.slow
 def test_the_factors_of_a_state_are_its_averages():
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)

@@ -92,10 +92,10 @@ def kfac(
         (Ba, Grosse & Martens 2017). Needs `step_norm=None`. Scalar or schedule.
       adaptive_layer_rates: whether each layer adapts its own multiplier of the learning rate, between 1 and 4. The
         multiplier grows while the gradient agrees with the last step. It falls if the last step went too far.
-        Otherwise it returns to 1 within about fifty steps. It cannot grow while the learning rate rises, or is less
-        than half of its maximum so far. Almeida et al. (1998) and Baydin et al. (2018) adapt one rate for all layers
-        in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_dim` cuts, has its own
-        multiplier. None: True if there is momentum and `step_norm="spectral"`.
+        Otherwise it returns towards 1, with a time constant of fifty steps. It cannot grow while the learning rate
+        rises, or is less than half of its maximum so far. Almeida et al. (1998) and Baydin et al. (2018) adapt one rate
+        for all layers in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_dim` cuts, has
+        its own multiplier. None: True if there is momentum and `step_norm="spectral"`.
       layer_multipliers: multipliers for the steps of some layers. Keys are regular expressions, as in `skip=`. A
         layer, including its bias, takes the first key that matches one of its paths. Weight decay and skipped
         parameters are not multiplied. Needs `step_norm="spectral"`.

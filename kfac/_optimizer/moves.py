@@ -118,7 +118,7 @@ class StepScalars(NamedTuple):
 
 
 # A block's rate grows if the cosine between the last direction and the gradient is above AGREES. The rate falls if this
-# cosine is below TOO_FAR. It changes by at most a factor `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
+# cosine is below TOO_FAR. It changes by a factor of up to `exp(FOLLOWS)` per step, at a cosine FULL beyond the bound.
 # Cosines between the bounds say nothing about the rate. With small batches, noise brings cosines near zero. With a
 # learning rate that is tuned for the whole network, steps go a little too far along the sharpest directions.
 AGREES = 0.02

@@ -83,8 +83,8 @@ def scale_by_kfac(
       refresh_warmup: the number of initial steps in which both intervals are 1. The intervals are then 2 until twice
         this number of steps, 4 until four times this number, and so on up to their final values. Steps at multiples of
         `inverse_every` refresh as well. The default None means 10, and `inverse_every=None` requires it.
-      inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, or your own
-        `Inverse`.
+      inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, `Soap()`, or
+        your own `Inverse`.
       unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
       distribution: how several devices are used. By default, all bound axes, or the parameters' mesh.
 

@@ -99,7 +99,7 @@ class TrainStep:
           args: the further positional arguments of `loss_fn`, such as a batch.
           fisher_key: a PRNG key, needed with `fisher="sampled"` or `"expected"`.
           kwargs: the keyword arguments of `loss_fn`. With `num_microbatches`, the part's number is folded into each
-            PRNG key among them, such as `key=`.
+            typed PRNG key among them. Untyped keys must be called `key=` or `fisher_key=`.
 
         Returns:
           The new parameters, the new state, and the result of `loss_fn`.

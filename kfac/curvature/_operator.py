@@ -279,7 +279,7 @@ def operator(
         parameters with a block. If the state is spread over several devices, pass the result of
         `kfac.state.gather_state`.
       damping: the damping `l`, not negative. If the inverse is `relative`, the unit is each block's mean eigenvalue.
-        The default is 0 for a `Factors`. For a state, the default is the damping of the last step, times
+        The default is 0 for a `Factors`. For a state, the default is the damping of its next step, times
         `unitwise_damping` for unit-wise and diagonal blocks.
       inverse: an inverse from the list above, or another `kfac.Inverse` with a `spectrum` method. The default is the
         state's inverse. For a `Factors`, the default is `Ekfac()` with `basis`, otherwise `Eigh()`. With a state, the
@@ -311,7 +311,7 @@ def operator(
         inverse = _inverse_for(state, inverse)
         stacks = blocks_of(state, layers, "source")
         if damping is None:
-            given = state.metrics.damping
+            given = state.observe_damping
             shared = given * state.unitwise_damping
     blocks: dict[str, Block] = {}
     for group, stack in stacks:
