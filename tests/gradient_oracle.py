@@ -247,19 +247,17 @@ def convolution_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradien
     images = jnp.asarray(lhs.transpose(numbers.lhs_spec)).swapaxes(0, 1)
     g = rhs.transpose(numbers.rhs_spec)
     strides, dilation = params["rhs_dilation"], params["window_strides"]
-    sizes = jax.eval_shape(
-        lambda x, y: jax.lax.conv_general_dilated(x, y, **{**params, "preferred_element_type": None}), lhs, rhs
-    ).shape
+    sizes = product.equation.original.outvars[0].aval.shape
     result = [sizes[axis] for axis in numbers.out_spec]
     window = result[2:]
-    patches = []
-    for begin in range(len(window)):
-        held = (images.shape[2 + begin] - 1) * params["lhs_dilation"][begin] + 1
-        low, _ = params["padding"][begin]
-        reach = (g.shape[2 + begin] - 1) * strides[begin] + (window[begin] - 1) * dilation[begin] + 1
-        patches.append((low, reach - held - low))
+    padding = []
+    for k in range(len(window)):
+        held = (images.shape[2 + k] - 1) * params["lhs_dilation"][k] + 1
+        low, _ = params["padding"][k]
+        reach = (g.shape[2 + k] - 1) * strides[k] + (window[k] - 1) * dilation[k] + 1
+        padding.append((low, reach - held - low))
     rows = jax.lax.conv_general_dilated_patches(
-        images, window, strides, patches, lhs_dilation=params["lhs_dilation"], rhs_dilation=dilation
+        images, window, strides, padding, lhs_dilation=params["lhs_dilation"], rhs_dilation=dilation
     )  # [examples, channels * window, *spatial]
     a = np.asarray(rows).reshape(*rows.shape[:2], -1).transpose(0, 2, 1).reshape(-1, rows.shape[1])
     outputs = g.shape[0]
