@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kfac._packing import Shape, as_vectors, from_vectors
+from kfac._packing import Shape, as_vectors, from_vectors, pieces_along
 from kfac._varying import PyTree, on_mesh, whole
 
 Average = Callable[[PyTree], PyTree]
@@ -292,7 +292,7 @@ class Tied(Uncombined):
             if side in self.diagonal:
                 return jnp.sum(factor, -1)
             traces = jnp.trace(factor, axis1=-2, axis2=-1)
-            return jnp.sum(traces, -1) if self.cut["AG".index(side)] > 1 else traces
+            return jnp.sum(traces, -1) if pieces_along(side, self.cut) > 1 else traces
 
         direct = self.direct
         transposed = self.transposed

@@ -14,12 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from kfac._leaves import Layout as Layout
-from kfac._leaves import find_splits as find_splits
-from kfac._leaves import leaves_by_path as leaves_by_path
-from kfac._leaves import map_by_path as map_by_path
+from kfac._leaves import Layout
+from kfac._packing import Shape, pad_end, pieces_along
 
-Shape = tuple[int, ...]
 FactorShapes = dict[str, Shape]
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 UNITWISE_KINDS = ("unitwise", "diagonal")
@@ -265,11 +262,10 @@ class Layer:
     def side_shapes(self) -> FactorShapes:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         shapes = self.block_shapes
-        a, g = self.cut
-        if a > 1:
-            shapes["A"] = (a, *shapes["A"])
-        if g > 1:
-            shapes["G"] = (g, *shapes["G"])
+        for name, shape in shapes.items():
+            count = pieces_along(name, self.cut)
+            if count > 1:
+                shapes[name] = (count, *shape)
         for name in self.diagonal:
             shapes[name] = (self.d_in if name == "A" else self.d_out,)
         return shapes
@@ -282,7 +278,7 @@ class Layer:
         # The matrix lacks its last column if the bias belongs to another optimizer.
         below = g * rows - self.d_out
         right = a * columns - matrix.shape[2]
-        matrix = jnp.pad(matrix, ((0, 0), (0, below), (0, right)))
+        matrix = pad_end(matrix, below, right)
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)
 

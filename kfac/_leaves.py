@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Nested containers with any leaves, such as parameters or the arguments of a loss.
-PyTree: TypeAlias = Any
+from kfac._varying import PyTree
 
 
 class Layout(NamedTuple):

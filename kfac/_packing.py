@@ -157,6 +157,11 @@ def cut(
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
+def pieces_along(side: str, cut: tuple[int, int]) -> int:
+    """Return the number of pieces along the side `"A"` or `"G"`, where `cut` is `Layer.cut`."""
+    return cut["AG".index(side)]
+
+
 def in_blocks(
     rows: Array,
     count: int,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kfac._layers import Layout
+from kfac._leaves import Layout
 from kfac._statistics.rows import Arrangement
 
 # Values of `Atom.axis` for an axis that does not come from a parameter.

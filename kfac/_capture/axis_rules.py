@@ -27,12 +27,12 @@ from kfac._capture.axes import (
 )
 from kfac._capture.parameters import (
     REDUCTIONS,
-    Shape,
     array_type,
     parameter,
     result_shape,
     shapes,
 )
+from kfac._packing import Shape
 
 # The axes of all inputs of an equation, as data.
 DataAxes = Sequence[Axes]

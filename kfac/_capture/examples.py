@@ -12,7 +12,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 
 from kfac._capture import axes as axes_lib
-from kfac._capture import primitives
+from kfac._capture import axis_rules
 from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
 from kfac._capture.program import Op, Program, Value
 
@@ -118,7 +118,7 @@ def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
     if op.name == "gather" or op.name.startswith("scatter"):
         indices = op.inputs[1]
         fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
-        return [primitives.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
+        return [axis_rules.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
     axes = [value.axes or _all_foreign(value) for value in op.inputs]
     if any(value.from_arguments and any(value.grown) for value in op.inputs):
         # Constants that grow with the batch, such as zeros, take the order of the data.
@@ -130,7 +130,7 @@ def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
                 if value.grown[position]:
                     of_value[position] = foreign(size)
             axes[k] = tuple(of_value)
-    return primitives.placed(op.eqn, axes)
+    return axis_rules.placed(op.eqn, axes)
 
 
 def _joins(op: Op) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kfac._capture.find_reads import Inexact, Reads
-from kfac._capture.make_layers import LONG as LONG
+from kfac._capture.find_reads import Reads
+from kfac._capture.findings import Inexact
 from kfac._capture.make_layers import LayerMaker, Uses, bounded, main_use, told_apart
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use

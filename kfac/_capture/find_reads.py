@@ -16,7 +16,6 @@ from kfac._capture.axes import Axis
 from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
-from kfac._capture.findings import Inexact as Inexact
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Program, Value
 from kfac._capture.states import (

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from kfac._capture.program import Op
 from kfac._capture.states import Data, Ops, Output, State, Use, View
 from kfac._capture.taps import Plan
-from kfac._layers import KRONECKER_KINDS, Layout
+from kfac._layers import KRONECKER_KINDS
+from kfac._leaves import Layout
 
 
 class Inexact(NamedTuple):

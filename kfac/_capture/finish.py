@@ -21,7 +21,7 @@ from kfac._capture.axes import Atom
 from kfac._capture.taps import Key, KroneckerTap
 from kfac._factors import Kronecker, Ragged, Statistics, Tied, Unitwise
 from kfac._layers import FactorShapes, Layer
-from kfac._packing import in_blocks
+from kfac._packing import in_blocks, pieces_along
 from kfac._varying import whole
 
 
@@ -177,7 +177,7 @@ def _products(
     """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
     if side in layer.diagonal:
         return jnp.sum(jnp.square(rows), axis=-2)
-    count = layer.cut["AG".index(side)]
+    count = pieces_along(side, layer.cut)
     if count > 1:
         rows = in_blocks(rows, count)
     return jnp.einsum("...ni,...nj->...ij", rows, rows, precision="highest")

@@ -21,9 +21,8 @@ from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
 from kfac._checks import check
-from kfac._leaves import PyTree
 from kfac._statistics.rows import accumulator
-from kfac._varying import as_varying, varying_axes, whole
+from kfac._varying import PyTree, as_varying, varying_axes, whole
 
 
 def output(

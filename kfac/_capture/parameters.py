@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-Shape = tuple[int, ...]
+from kfac._packing import Shape
+
 Variable = Var | Literal
 
 # The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.

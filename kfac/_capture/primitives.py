@@ -40,8 +40,6 @@ from kfac._capture.axes import (
     take,
 )
 from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, cast
-from kfac._capture.axis_rules import indexed as indexed
-from kfac._capture.axis_rules import placed as placed
 from kfac._capture.equations import IDENTITIES, SUMS, body, called, name_of, registered
 from kfac._capture.parameters import array_type, parameter, result_shape, shapes
 from kfac._statistics.convolution import Convolution

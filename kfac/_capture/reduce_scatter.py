@@ -16,8 +16,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kfac._factors import Kronecker, Packed
-from kfac._layers import Shape
-from kfac._packing import filled, flatten, room, unflatten
+from kfac._packing import Shape, filled, flatten, room, unflatten
 from kfac._varying import explicit_part, whole
 
 

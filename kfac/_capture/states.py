@@ -25,7 +25,7 @@ from kfac._capture.axes import Atom, Axes, Axis, Moves, atoms_of, flatten
 from kfac._capture.examples import positions_of_examples
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Value
-from kfac._layers import Layout
+from kfac._leaves import Layout
 
 Leaves = frozenset[int]
 NONE: Leaves = frozenset()

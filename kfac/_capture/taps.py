@@ -22,6 +22,7 @@ from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
 from kfac._layers import Layer
+from kfac._packing import pieces_along
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
     Arrangement,
@@ -146,7 +147,7 @@ class KroneckerTap:
             side = "G" if side == "A" else "A"
         if side in layer.diagonal:
             return rows.diagonal()
-        count = layer.cut["AG".index(side)]
+        count = pieces_along(side, layer.cut)
         return rows.blocks(count) if count > 1 else rows.gram()
 
 

@@ -21,8 +21,8 @@ from kfac._capture.examples import place
 from kfac._capture.program import AnotherProgramError, Program, compare, flat, mark_live
 from kfac._checks import as_argnums
 from kfac._layers import Layers
-from kfac._leaves import PyTree, leaf_paths
-from kfac._varying import AxisName
+from kfac._leaves import leaf_paths
+from kfac._varying import AxisName, PyTree
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
 # running averages.

@@ -43,8 +43,8 @@ from kfac._checks import (
 )
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._leaves import PyTree
 from kfac._varying import (
+    PyTree,
     as_varying,
     device_axes,
     device_key,

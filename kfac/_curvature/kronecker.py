@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from kfac._factors import Kronecker, Packed, diagonals, per_block
 from kfac._layers import BlockKind, Layer
-from kfac._packing import in_blocks
+from kfac._packing import in_blocks, pieces_along
 
 
 class KroneckerKind(BlockKind):
@@ -116,7 +116,7 @@ def _with_pieces(
     x: Array,
 ) -> Array:
     """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
-    if layer.cut["AG".index(side)] == 1:
+    if pieces_along(side, layer.cut) == 1:
         return x[:, None]
     return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
 
@@ -140,5 +140,5 @@ def _pieces_of_diagonal(
 ) -> Array:
     """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
     (size,) = layer.side_shapes[side]
-    count = layer.cut["AG".index(side)]
+    count = pieces_along(side, layer.cut)
     return in_blocks(diagonal[..., None, :size], count)[..., 0, :]

@@ -10,10 +10,11 @@ import optax
 
 from kfac._checks import check_layers
 from kfac._factors import Factors
-from kfac._layers import Layer, Layers, leaf_alone, leaves_by_path
-from kfac._optimizer.place import PyTree
+from kfac._layers import Layer, Layers, leaf_alone
+from kfac._leaves import leaves_by_path
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import has_masked
+from kfac._varying import PyTree
 
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 

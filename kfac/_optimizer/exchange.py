@@ -20,9 +20,10 @@ from kfac._curvature.inverse import finite
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
-from kfac._layers import leaves_by_path, map_by_path
-from kfac._optimizer.place import Config, PyTree, Vectors
+from kfac._leaves import leaves_by_path, map_by_path
+from kfac._optimizer.place import Config, Vectors
 from kfac._optimizer.state import KfacState, shards_of
+from kfac._varying import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax import Array, lax
 from kfac._curvature.blocks import Group
 from kfac._distributed.owners import group_costs, make_shards
 from kfac._optimizer.moves import MomentumState
-from kfac._optimizer.place import Config, PyTree
+from kfac._optimizer.place import Config
 from kfac._optimizer.segment import closed
 from kfac._optimizer.state import (
     BlockState,
@@ -23,7 +23,7 @@ from kfac._optimizer.state import (
     form_of,
     match_leaves,
 )
-from kfac._varying import as_varying, axis_size, varying_axes
+from kfac._varying import PyTree, as_varying, axis_size, varying_axes
 
 # The metrics that are integers.
 COUNTS = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")

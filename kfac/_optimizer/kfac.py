@@ -18,14 +18,14 @@ from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._curvature.soap import Soap
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.intervals import COST, affordable
-from kfac._layers import UNREACHED, Layers, leaves_by_path, map_by_path
+from kfac._layers import UNREACHED, Layers
+from kfac._leaves import leaves_by_path, map_by_path
 from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.place import PyTree
 from kfac._optimizer.scale_by_kfac import precondition_and_move
 from kfac._optimizer.state import KfacState, find_state
-from kfac._varying import mesh_of, on_mesh, placed
+from kfac._varying import PyTree, mesh_of, on_mesh, placed
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 

@@ -12,7 +12,7 @@ from kfac._checks import OPTIONS, check
 from kfac._curvature.inverse import Inverse, check_inverse
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._optimizer.moves import Moves, ScalarOrSchedule
-from kfac._optimizer.place import PyTree
+from kfac._varying import PyTree
 
 # Options that may be None, and are then not checked.
 LEFT_OUT = (

@@ -25,7 +25,8 @@ from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._distributed.ways import Way
 from kfac._factors import Factors
-from kfac._layers import Layer, find_splits, leaves_by_path, map_by_path
+from kfac._layers import Layer
+from kfac._leaves import find_splits, leaves_by_path, map_by_path
 from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
 from kfac._optimizer.exchange import (
     Gradients,
@@ -36,11 +37,11 @@ from kfac._optimizer.exchange import (
 )
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.moves import StepScalars
-from kfac._optimizer.place import Config, PyTree
+from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import KfacState, Settings, Splits, devices_of
 from kfac._optimizer.step import preconditioned_step
-from kfac._varying import lying_as, replicated, whole
+from kfac._varying import PyTree, lying_as, replicated, whole
 
 
 @dataclasses.dataclass(frozen=True)

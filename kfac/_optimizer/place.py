@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
 
 from jax import Array
 
@@ -13,9 +12,6 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.ways import Way
 from kfac._layers import Layers
 from kfac._optimizer.moves import Moves
-
-# Any tree of arrays, such as parameters, gradients or updates.
-PyTree: TypeAlias = Any
 
 # By group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`.
 Vectors = dict[str, Array]

@@ -17,7 +17,6 @@ from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import Shard, block_cost, make_shards
 from kfac._distributed.ways import Way
 from kfac._factors import per_block
-from kfac._optimizer.place import PyTree
 from kfac._optimizer.segment import closed, opened
 from kfac._optimizer.state import (
     KfacState,
@@ -28,7 +27,7 @@ from kfac._optimizer.state import (
     find_nodes,
     form_of,
 )
-from kfac._varying import AxisName, axis_names, mesh_of, replicated
+from kfac._varying import AxisName, PyTree, axis_names, mesh_of, replicated
 
 
 def state_specs(

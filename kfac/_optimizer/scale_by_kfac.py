@@ -24,7 +24,7 @@ from kfac._optimizer.init_state import init_state
 from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.over_mesh import OverMesh, init_over_mesh, mesh_to_open
-from kfac._optimizer.place import Config, PyTree
+from kfac._optimizer.place import Config
 from kfac._optimizer.state import (
     KfacState,
     Settings,
@@ -35,7 +35,7 @@ from kfac._optimizer.state import (
     splits_of,
 )
 from kfac._optimizer.step import preconditioned_step
-from kfac._varying import axis_names, device_axes, on_mesh, placed, varying_axes
+from kfac._varying import PyTree, axis_names, device_axes, on_mesh, placed, varying_axes
 
 
 def scale_by_kfac(

@@ -24,10 +24,9 @@ from kfac._distributed.owners import Shard
 from kfac._distributed.segments import lay_end_to_end
 from kfac._distributed.ways import Way
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.place import PyTree
 from kfac._optimizer.state import Form, KfacState, Segment, with_blocks
 from kfac._packing import flatten, unflatten
-from kfac._varying import as_varying, varying_axes
+from kfac._varying import PyTree, as_varying, varying_axes
 
 
 class Slot(NamedTuple):

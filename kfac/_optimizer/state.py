@@ -18,9 +18,11 @@ from kfac._curvature.inverse import Inverse
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import Shard
 from kfac._factors import Block
-from kfac._layers import Layers, leaves_by_path
+from kfac._layers import Layers
+from kfac._leaves import leaves_by_path
 from kfac._optimizer.moves import MomentumState
-from kfac._optimizer.place import Config, PyTree
+from kfac._optimizer.place import Config
+from kfac._varying import PyTree
 
 Node = TypeVar("Node", bound=tuple)
 

@@ -13,7 +13,7 @@ from jax import Array
 from kfac._curvature.blocks import Group
 from kfac._curvature.inverse import Momentum, cosine
 from kfac._factors import per_block
-from kfac._layers import leaves_by_path
+from kfac._leaves import leaves_by_path
 from kfac._optimizer.exchange import (
     Gradients,
     StepContext,

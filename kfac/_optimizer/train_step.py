@@ -14,7 +14,8 @@ import jax
 import optax
 from jax import Array, lax
 
-from kfac._capture.find_layers import LONG, find_layers
+from kfac._capture.find_layers import find_layers
+from kfac._capture.make_layers import LONG
 from kfac._capture.microbatch import every_example, microbatch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import check, check_function, check_given, with_hints
@@ -24,7 +25,7 @@ from kfac._optimizer.diagnostics import eigenbasis, statistics_due
 from kfac._optimizer.kfac import chosen, kfac
 from kfac._optimizer.moves import ScalarOrSchedule
 from kfac._optimizer.observe import observe
-from kfac._optimizer.place import PyTree
+from kfac._varying import PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,7 +20,8 @@ from kfac._curvature.ekfac import Ekfac, Moments
 from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
 from kfac._curvature.refresh import one_by_one
 from kfac._factors import Eigen, Factors, Kronecker
-from kfac._layers import Layer, Layers, map_by_path
+from kfac._layers import Layer, Layers
+from kfac._leaves import map_by_path
 from kfac._optimizer.state import (
     BlockState,
     KfacState,
