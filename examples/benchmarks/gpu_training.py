@@ -110,31 +110,68 @@ def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: flo
     return time.perf_counter() - began
 
 
-def train_gpt(record: Record, options: argparse.Namespace) -> None:
-    """Add a row and a curve for each of `--runs`, which train in turn on the same batches."""
-    small = options.rehearse
-    with np.load(options.vocabulary) as found:
+class Text:
+    """Batches and validation text of a `Transformer`, from tokens.
+
+    Attributes:
+      held: `[8, sequences, context + 1]`, the validation text.
+    """
+
+    def __init__(self, path: pathlib.Path, context: int, sequences: int) -> None:
+        with np.load(path) as found:
+            tokens, held_out = found["train"], found["held_out"]
+        self.sequences = sequences
+        self.last = len(tokens) - context - 1
+        starts = np.linspace(0, len(held_out) - context - 1, 8 * sequences).astype(int)
+        self.held = jnp.asarray(_rows(held_out, starts, context).reshape(8, sequences, -1))
+        self.tokens = jnp.asarray(tokens)
+        self.cut = jax.jit(lambda tokens, starts: tokens[starts[:, None] + jnp.arange(context + 1)].astype(jnp.int32))
+
+    def batch(self, number: int) -> jax.Array:
+        """Return `[sequences, context + 1]` tokens, the same for the same number."""
+        starts = np.random.default_rng((0, number)).integers(0, self.last, self.sequences)
+        return self.cut(self.tokens, starts)
+
+
+def gpt(vocabulary: pathlib.Path, small: bool) -> tuple[Transformer, int, Any]:
+    """Return the GPT, the sequences of a batch, and the parameters at the start."""
+    with np.load(vocabulary) as found:
         size = -(-(256 + len(found["merges"])) // 128) * 128
     model = Transformer(size, context=1024, width=768, layers=12, heads=12, tied=True)
     sequences = 8
     if small:
         model, sequences = Transformer(size, context=64, width=32, layers=2, heads=2, tied=True), 4
-    text = options.output / f"tokens-{zlib.crc32(options.vocabulary.read_bytes()):08x}.npz"
-    command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(options.vocabulary), str(text)]
-    encoding = None if text.is_file() else subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def at_start(key: Any) -> Any:
         params = model.init(key)
         # The table is the head's kernel too, so its entries are small (Radford et al. 2019).
         return params | {"tokens": 0.02 * params["tokens"], "positions": 0.2 * params["positions"]}
 
-    params = jax.jit(at_start)(jax.random.key(0))
+    return model, sequences, jax.jit(at_start)(jax.random.key(0))
+
+
+def text_of(output: pathlib.Path, vocabulary: pathlib.Path) -> pathlib.Path:
+    """Return the file with the tokens of this machine's Python sources, for a vocabulary."""
+    return output / f"tokens-{zlib.crc32(vocabulary.read_bytes()):08x}.npz"
+
+
+def evaluator(model: Transformer) -> Callable[..., Any]:
+    """Return a compiled function that computes the mean loss over parts of a text."""
+    return jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
+
+
+def train_gpt(record: Record, options: argparse.Namespace) -> None:
+    """Add a row and a curve for each of `--runs`, which train in turn on the same batches."""
+    model, sequences, params = gpt(options.vocabulary, options.rehearse)
+    text = text_of(options.output, options.vocabulary)
+    command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(options.vocabulary), str(text)]
+    encoding = None if text.is_file() else subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
     horizons = {one: horizon_of(one, options) for one in options.runs}
     methods = {one: prepare(one, model.loss, params, batch, horizons[one]) for one in options.runs}
     record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
     record.doing = "compiling"
-    evaluate = jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
+    evaluate = evaluator(model)
     with concurrent.futures.ThreadPoolExecutor(len(methods) + 1) as pool:
         held = jnp.zeros((8, *batch.shape), jnp.int32)
         looking = pool.submit(lambda: jax.block_until_ready(evaluate(params, held)))
@@ -152,25 +189,15 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
         if encoding.returncode:
             raise RuntimeError(f"{' '.join(command)} failed")
         record.about("text", said.strip())
-    with np.load(text) as found:
-        tokens, held_out = found["train"], found["held_out"]
-    starts = np.linspace(0, len(held_out) - model.context - 1, 8 * sequences).astype(int)
-    held = jnp.asarray(_rows(held_out, starts, model.context).reshape(8, sequences, -1))
-    on_device = jnp.asarray(tokens)
-    cut = jax.jit(lambda tokens, starts: tokens[starts[:, None] + jnp.arange(model.context + 1)].astype(jnp.int32))
-
-    def batch_of(number: int) -> Any:
-        rng = np.random.default_rng((0, number))
-        return cut(on_device, rng.integers(0, len(tokens) - model.context - 1, sequences))
-
-    jax.block_until_ready(batch_of(0))
+    batches = Text(text, model.context, sequences)
+    jax.block_until_ready(batches.batch(0))
     for one, method in methods.items():
         if compiling[one].exception():
             record.repeat("Training", one.name, f"compiling failed: {str(compiling[one].exception())[:300]}")
             continue
         needs = 1e-3 * horizons[one] * milliseconds_of(one, options)
-        look = functools.partial(evaluate, parts=held)
-        run = functools.partial(train_one, record, one, method, params, batch_of, look, horizons[one])
+        look = functools.partial(evaluate, parts=batches.held)
+        run = functools.partial(train_one, record, one, method, params, batches.batch, look, horizons[one])
         if record.measure("Training", one.name, run, needs=needs):
             row = record.row("Training", one.name)
             record.add("Training", one.name, row | {"compiling s": compiling[one].result()})
@@ -225,7 +252,10 @@ def train_one(
         record.say(f"{chosen.name}: step {done}, {seconds:.1f} s, validation {validation:.4f}")
         if not np.isfinite(validation):
             break
-    return {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": curve[-1][2], "curve": curve}
+    row = {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": curve[-1][2], "curve": curve}
+    if chosen.method == "kfac":
+        row["failed inversions"] = int(kfac.diagnostics(state)["failed_inversions"])
+    return row
 
 
 # -- C: ResNet-18 on CIFAR-10 ------------------------------------------------------------------------------------------

@@ -172,22 +172,40 @@ def exact_product(
     float32 number, and the sums are in float32, so the error is no larger than float32's own. At an H100's peak rates,
     the six products take 0.4 times as long as the float32 product.
     """
-
-    def exact(a, b):
-        return jnp.matmul(a, b, precision="highest")
-
-    cuda = _sixfold if a.dtype == jnp.float32 else exact
-    return lax.platform_dependent(a, b, cuda=cuda, default=exact)
+    return _product_of_parts(a, b, "BF16_BF16_F32_X6", "highest")
 
 
-def _sixfold(
+def close_product(
     a: Array,
     b: Array,
 ) -> Array:
+    """Multiply stacks of matrices in three products between bfloat16 parts, with a relative error of 1e-5.
+
+    On an H200 this takes half the time of `exact_product`. On CPUs, and for float64, the product is exact.
+    """
+    return _product_of_parts(a, b, "BF16_BF16_F32_X3", "high")
+
+
+def _product_of_parts(
+    a: Array,
+    b: Array,
+    parts: str,
+    otherwise: str,
+) -> Array:
+    """Multiply stacks in the arithmetic `parts` on CUDA, and in `otherwise` on other platforms."""
     rows = a.shape[-2]
     columns = b.shape[-1]
-    product = jnp.matmul(aligned(a), aligned(b), precision="BF16_BF16_F32_X6")
-    return product[..., :rows, :columns]
+    wide = a.dtype != jnp.float32
+
+    def plain(a, b):
+        return jnp.matmul(a, b, precision="highest" if wide else otherwise)
+
+    def on_tensor_cores(a, b):
+        product = jnp.matmul(aligned(a), aligned(b), precision=parts)
+        return product[..., :rows, :columns]
+
+    cuda = plain if wide else on_tensor_cores
+    return lax.platform_dependent(a, b, cuda=cuda, default=plain)
 
 
 def factorise(stack: Array) -> Factorisation:

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kfac._checks import check_shapes
+from kfac._curvature.cholesky import close_product
 from kfac._curvature.eigh import (
     EigenvalueRange,
     Eigh,
@@ -18,16 +19,8 @@ from kfac._curvature.eigh import (
     condition_of,
     eigenvalue_range,
 )
-from kfac._curvature.inverse import averaged, product
+from kfac._curvature.inverse import averaged
 from kfac._factors import Eigen, Kronecker
-
-
-def _product(
-    a: Array,
-    b: Array,
-) -> Array:
-    """Multiply stacks on tensor cores. The error of 1e-5 is far smaller than the moments' own error."""
-    return product("kij,kjl->kil", "bfloat16_3x", a.dtype, a.dtype, a, b)
 
 
 class Moments(NamedTuple):
@@ -139,9 +132,9 @@ def between_bases(
     """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
     dtype = matrices.dtype
     if isinstance(new.G, Eigen):
-        matrices = _product(of(old.G.vectors, new.G.vectors, dtype), matrices)
+        matrices = close_product(of(old.G.vectors, new.G.vectors, dtype), matrices)
     if isinstance(new.A, Eigen):
-        matrices = _product(matrices, of(old.A.vectors, new.A.vectors, dtype).mT)
+        matrices = close_product(matrices, of(old.A.vectors, new.A.vectors, dtype).mT)
     return matrices
 
 
@@ -151,7 +144,7 @@ def basis_change(
     dtype: DTypeLike,
 ) -> Array:
     """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
-    return _product(new.astype(dtype).mT, old.astype(dtype))
+    return close_product(new.astype(dtype).mT, old.astype(dtype))
 
 
 def squared_basis_change(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._curvature.cholesky import add_diagonal, exact_product, factorise, solve
+from kfac._curvature.cholesky import add_diagonal, close_product, factorise, solve
 from kfac._curvature.inverse import aligned
+from kfac._factors import per_block
 from kfac._varying import as_varying, varying_axes
 
-# Above this Frobenius norm of `X^T X - I`, the Gram matrix gets a shift, so that its Cholesky factor surely exists.
+# Above this Frobenius norm of `X^T X - I`, the Gram matrix gets a shift, so that its Cholesky factor exists.
 FAR = 0.5
 
-# Below this norm, a first-order series replaces the Cholesky factor. Its error is the square of the norm.
-NEAR = 1e-2
+# The factor on the shift when a Gram matrix has no Cholesky factor in spite of it.
+MORE = 16.0
 
-# The maximum number of passes. Almost parallel columns took seven passes in float32. In a refresh, two suffice.
+# The maximum number of passes. In the first refreshes a few are needed, later one.
 PASSES = 20
 
 # With this multiple, half of a padded matrix is still a multiple of the 8 elements that `aligned` needs.
@@ -28,16 +30,18 @@ class Iterate(NamedTuple):
     """The state of the iteration for `k` matrices.
 
     Attributes:
-      passes: the number of passes.
+      passes: the number of passes, `[k]`.
       columns: the columns `X`, `[k, d, d]`.
       error: `X^T X - I`.
       distance: the Frobenius norm of `error`, `[k]`.
+      shift: the shift for the next pass, if the matrix needs one, `[k]`.
     """
 
     passes: Array
     columns: Array
     error: Array
     distance: Array
+    shift: Array
 
 
 def orthonormal(stack: Array) -> Array:
@@ -56,44 +60,55 @@ def orthonormal(stack: Array) -> Array:
 def orthonormal_by_products(stack: Array) -> Array:
     """Return `X L^-T` with `L L^T = X^T X`, repeated until the columns are orthonormal to rounding.
 
-    The columns are normalised first. If the columns are far from orthogonal, rounding can make their Gram matrix
-    indefinite. The Gram matrix then gets a small shift, comparable to the rounding errors, and the next pass starts
-    closer to orthonormal columns (shifted Cholesky-QR, Fukaya et al. 2020, https://arxiv.org/abs/1809.11085). If the
-    columns are nearly orthonormal, with `X^T X = I + E`, the factor `L^-T` is `I - U` to first order in `E`. The matrix
-    `U` is the part of `E` above the diagonal plus half of its diagonal.
+    The columns are normalised first. If they are far from orthogonal, rounding can make their Gram matrix indefinite.
+    It then gets a shift comparable to the rounding errors, and the next pass starts closer to orthonormal columns
+    (shifted Cholesky-QR, Fukaya et al. 2020, https://arxiv.org/abs/1809.11085). If the Cholesky factor does not exist
+    in spite of the shift, the next pass repeats with a larger shift. Fukaya's shift is always sufficient, but so large
+    that all factors would take one pass more.
+
+    The last pass needs no Cholesky factor. For `X^T X = I + E` with a small `E`, `L^-T` is `I - U` to first order. The
+    matrix `U` is the part of `E` above the diagonal plus half of its diagonal. The error is `E` squared.
+
+    Rounding in a Gram matrix only changes `L`, and the next pass corrects its effect, so Gram matrices are
+    `close_product`s. Rounding in `X L^-T` would change the directions of columns that are nearly parallel.
 
     The columns must differ by more than rounding, and their squares must be finite.
     """
-    d = stack.shape[-1]
+    k, d = stack.shape[:2]
     eps = jnp.finfo(stack.dtype).eps
+    # Squared, this distance is the accepted error.
+    near = (16 * d**0.5 * eps) ** 0.5
+    begin = jnp.zeros(k, jnp.int32), jnp.full(k, d * eps, stack.dtype)
+    passes, least = as_varying(begin, varying_axes(stack))
     norms = jnp.sqrt(jnp.sum(jnp.square(stack), axis=1, keepdims=True))
 
     def iterate(passes, columns):
-        gram = exact_product(columns.mT, columns)
+        gram = close_product(columns.mT, columns)
         error = add_diagonal(gram, -jnp.ones_like(gram[:, 0, 0]))
         distance = jnp.sqrt(jnp.sum(jnp.square(error), axis=(1, 2)))
-        return Iterate(passes, columns, error, distance)
-
-    def by_factor(now):
-        shift = jnp.where(now.distance > FAR, d * eps, 0)
-        gram = add_diagonal(now.error, (1 + shift).astype(stack.dtype))
-        return solve(now.columns, factorise(gram))
-
-    def by_series(now):
-        above = (jnp.triu(now.error) + jnp.triu(now.error, 1)) / 2
-        return now.columns - exact_product(now.columns, above)
+        return Iterate(passes, columns, error, distance, least)
 
     def nearer(now):
-        near = jnp.all(now.distance < NEAR)
-        return iterate(now.passes + 1, lax.cond(near, by_series, by_factor, now))
+        shift = jnp.where(now.distance > FAR, now.shift, 0)
+        gram = add_diagonal(now.error, 1 + shift)
+        new = iterate(now.passes + 1, solve(now.columns, factorise(gram)))
+        again = now._replace(passes=new.passes, shift=MORE * now.shift)
+        succeeded = jnp.isfinite(new.distance)
+
+        def choose(new, again):
+            return jnp.where(per_block(succeeded, new), new, again)
+
+        return jax.tree.map(choose, new, again)
 
     def unfinished(now):
-        far = jnp.any(now.distance > 16 * d**0.5 * eps)
-        return far & (now.passes < PASSES)
+        # A matrix that is not finite has a distance of NaN, and is finished.
+        return jnp.any((now.distance > near) & (now.passes < PASSES))
 
-    passes = as_varying(jnp.int32(0), varying_axes(stack))
     start = iterate(passes, _aligned(stack / jnp.where(norms > 0, norms, 1)))
-    return lax.while_loop(unfinished, nearer, start).columns[:, :d, :d]
+    last = lax.while_loop(unfinished, nearer, start)
+    above = (jnp.triu(last.error) + jnp.triu(last.error, 1)) / 2
+    columns = last.columns - close_product(last.columns, above)
+    return columns[:, :d, :d]
 
 
 def _aligned(stack: Array) -> Array:

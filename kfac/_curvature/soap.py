@@ -12,7 +12,6 @@ from jax import Array, lax
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import EigenvalueRange, condition_of, eigenvalue_range, rotate
-from kfac._curvature.ekfac import basis_change, between_bases
 from kfac._curvature.inverse import Inverse, averaged, cosine, identities
 from kfac._curvature.orthonormal import orthonormal
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
@@ -96,13 +95,12 @@ class Soap(Inverse):
         g = orthogonal_iteration(kept.G, factors.G)
         average = _reorder(kept.moments.average, a.order, 1)
         average = _reorder(average, g.order, 2)
-        # The moments have the output axis last, so the sides are swapped.
-        old = Kronecker(kept.G, kept.A)
-        new = Kronecker(g.basis, a.basis)
-        trace = between_bases(kept.moments.trace, old, new, basis_change)
+        new = Kronecker(a.basis, g.basis, None)
+        trace = self._rotated(kept, kept.moments.trace, back=True)
+        trace = self._rotated(new, trace, back=False)
         moments = kept.moments._replace(average=average, trace=trace)
         condition = condition_of(a.range, g.range, damping)
-        return Kronecker(a.basis, g.basis, moments), condition
+        return dataclasses.replace(new, moments=moments), condition
 
     def advance(self, kept, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""

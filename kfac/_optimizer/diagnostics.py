@@ -87,7 +87,12 @@ def statistics_due(opt_state: Any) -> Array:
       ValueError: `opt_state` holds no such state.
     """
     states = some_states(opt_state, "opt_state")
-    flags = [jnp.ravel(pure(state.due))[0].astype(bool) for state in states]
+    flags = []
+    for state in states:
+        due = pure(state.due)
+        # Outside `jit`, each operation would delay the next step.
+        due = due.ravel()[0] if due.ndim else due
+        flags.append(jnp.asarray(due, bool))
     return functools.reduce(jnp.logical_or, flags)
 
 
