@@ -178,10 +178,21 @@ def classes_of(task: steps.Task) -> int:
     return tables[0] if tables else 10
 
 
-def compile_row(row: str, task: steps.Task, options: argparse.Namespace) -> Program:
+class Start(NamedTuple):
+    """Parameters and a batch from which all rows start, so that they are made only once."""
+
+    params: Any
+    batch: Any
+
+    def copy(self) -> Any:
+        """Return the parameters for a row, whose steps donate them."""
+        return jax.tree.map(jnp.copy, self.params)
+
+
+def compile_row(row: str, task: steps.Task, start: Start, options: argparse.Namespace) -> Program:
     settings = argparse.Namespace(devices=1, inverse="default", refresh="apart", inverse_every=100)
     step, tx = steps.make_step(row, task, settings)
-    params, batch = filled(task.params), filled(task.batch, classes_of(task))
+    params, batch = start.copy(), start.batch
     state = jax.jit(tx.init)(params)
     began = time.perf_counter()
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
@@ -195,10 +206,10 @@ def compile_row(row: str, task: steps.Task, options: argparse.Namespace) -> Prog
 class Loop:
     """The loop of `kfac.train_step` as a user writes it."""
 
-    def __init__(self, task: steps.Task, options: argparse.Namespace) -> None:
+    def __init__(self, task: steps.Task, start: Start, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         self.step = kfac.train_step(task.loss_fn, 0.1, verbose=False, donate=True)
-        self.params, self.batch = filled(task.params), filled(task.batch, classes_of(task))
+        self.params, self.batch = start.copy(), start.batch
         self.state = self.step.init(self.params, self.batch)
         self.dues: list[bool] = []
         self.run()  # which takes statistics, so that both programs are compiled
@@ -262,11 +273,12 @@ def time_steps(record: Record, model: str, options: argparse.Namespace) -> dict[
     task = steps.task(model, small)
     title = f"{model}, milliseconds"
     wanted = [row for row in options.rows if not record.has(title, row)]
+    start = Start(filled(task.params), filled(task.batch, classes_of(task)))
     makers: dict[str, Callable[[], Any]] = {
-        row: functools.partial(compile_row, row, task, options) for row in wanted if row != LOOP
+        row: functools.partial(compile_row, row, task, start, options) for row in wanted if row != LOOP
     }
     if LOOP in wanted:
-        makers[LOOP] = functools.partial(Loop, task, options)
+        makers[LOOP] = functools.partial(Loop, task, start, options)
     record.doing = f"compiling {model}"
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(len(makers) or 1) as pool:
