@@ -36,6 +36,19 @@ def test_a_row_that_fails_leaves_the_others(tmp_path):
     assert "| muon | 1.5 |" in page and "RuntimeError: no such kernel" in page
 
 
+def test_an_earlier_file_is_kept(tmp_path):
+    for ms in (1.0, 2.0):
+        Record(tmp_path, "A", 1.0, None, "").add("Times", "muon", {"ms": ms})
+    assert json.loads((tmp_path / "A.before.json").read_text())["tables"] == {"Times": {"muon": {"ms": 1.0}}}
+
+
+@pytest.mark.parametrize("wrong", [("--runs", "kfac"), ("--runs", "adam:0.1"), ("--speed", "nowhere.json")])
+def test_wrong_options_are_refused_before_anything_starts(wrong, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse(["--programme", "B", *wrong])
+    assert wrong[1] in capsys.readouterr().err
+
+
 def test_rows_of_an_earlier_call_are_not_measured_again(tmp_path):
     Record(tmp_path / "first", "A", 1.0, None, "").add("Times", "muon", {"ms": 1.5})
     record = Record(tmp_path / "second", "A", 1.0, tmp_path / "first" / "A.json", "")

@@ -3,6 +3,9 @@
 Tests the inside of `_curvature` and `_statistics`: products by themselves.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from jax import lax
 
 import kfac
-from kfac._curvature import cholesky, orthonormal
+from kfac._curvature import cholesky, orthonormal, soap
 from kfac._curvature.cholesky import exact_product
 from kfac._statistics.offsets import Axis, _of_pairs, offset_moment
 
@@ -103,6 +106,22 @@ def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
     expected = np.linalg.qr(factors)[0][:, :, :3]
     overlap = np.abs(np.sum(expected * found[:, :, :3], axis=1))
     np.testing.assert_allclose(overlap, 1, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_steps_of_soap_with_products_of_parts(monkeypatch):
+    """Three steps of a small network, as `gpu.py --programme A` compares them, hardly change."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+    import gpu_speed
+
+    inverse = gpu_speed.INVERSES["Soap in float32"][0]
+    monkeypatch.setattr(soap, "orthonormal", orthonormal.orthonormal_by_products)
+    expected = gpu_speed.three_steps(inverse)
+    monkeypatch.setattr(soap, "exact_product", sixfold)
+    monkeypatch.setattr(cholesky, "exact_product", sixfold)
+    monkeypatch.setattr(orthonormal, "close_product", threefold)
+    found = gpu_speed.disagreement(gpu_speed.three_steps(inverse), expected, limit=0.005)
+    assert found["agrees"], found
 
 
 def damped(a, g, condition):

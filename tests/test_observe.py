@@ -120,6 +120,13 @@ def test_they_are_due_until_they_are_taken_and_again_after_the_interval():
     assert ages == [[0, 0], [1, 1], [2, 2], [0, 3], [1, 4], [2, 5], [0, 0]]
 
 
+def test_whether_they_are_due_is_known_after_the_state_was_donated():
+    state = kfac.scale_by_kfac(layers()).init(initial())
+    due = kfac.statistics_due(state)
+    compiled(kfac.observe, donate_argnums=0)(state, measured(0)[1])
+    assert due
+
+
 def test_two_observations_before_a_step_are_both_averaged():
     """As of two batches between two steps."""
     tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)

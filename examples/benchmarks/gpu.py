@@ -21,6 +21,7 @@ import argparse
 import importlib.metadata
 import os
 import pathlib
+import re
 import sys
 
 PROGRAMMES = ("A", "B", "C", "D")
@@ -33,7 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--programme", choices=PROGRAMMES, required=True)
     parser.add_argument("--minutes", type=float, default=8.0, help="the limit, at which the process ends: 8")
     parser.add_argument("--have", type=pathlib.Path, help="JSON of an earlier call, whose rows are not measured again")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/gpu"), help="folder for the results")
+    parser.add_argument("--output", type=pathlib.Path, help="folder for the results: runs/gpu, or runs/gpu-rehearsal")
     parser.add_argument("--rehearse", action="store_true", help="small networks on a CPU")
     parser.add_argument("--compile-seconds", type=float, default=0.0, help="rehearsal: wait so long for each program")
     parser.add_argument("--models", nargs="+", default=["gpt-124m"], help="A: of steps.py")
@@ -44,7 +45,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", default=["kfac:0.1", "muon:0.02"], help="B: method:rate, in this order")
     parser.add_argument("--data-dir", type=pathlib.Path, help="C: CIFAR-10, as get_cifar10.sh leaves it")
     options = parser.parse_args(arguments)
-    if options.programme == "B" and (options.vocabulary is None or not options.vocabulary.is_file()):
+    if options.output is None:
+        options.output = pathlib.Path("runs/gpu-rehearsal" if options.rehearse else "runs/gpu")
+    for path in (options.vocabulary, options.speed, options.have):
+        if path is not None and not path.is_file():
+            parser.error(f"{path}: no such file")
+    for run in options.runs:
+        if not re.fullmatch(r"(kfac|muon):[0-9.]+(e-?[0-9]+)?", run):
+            parser.error(f"--runs: {run!r} is not a method and a rate, such as kfac:0.1 or muon:0.02")
+    if options.programme == "B" and options.vocabulary is None:
         parser.error("programme B needs --vocabulary, made by `python examples/benchmarks/gpu_text.py learn FILE`")
     if options.compile_seconds and not options.rehearse:
         parser.error("--compile-seconds is for --rehearse")

@@ -5,13 +5,15 @@
     python examples/benchmarks/gpu_rates.py --vocabulary runs/gpu/vocabulary.npz --rehearse      # on a CPU, small
 
 With `step_norm="spectral"` and no weight decay, a step is proportional to the learning rate, so one program serves all
-rates. Each run starts anew. Results go to `rates.json` in --output after each look at the validation text.
+rates. Each run starts anew, and ends early if the loss is not finite. Results go to `rates.json` in --output after each
+look at the validation text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -28,12 +30,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=pathlib.Path, required=True, help="made by `gpu_text.py learn`")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.05, 0.025])
-    parser.add_argument("--steps", type=int, default=1000, help="of each run")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/gpu"), help="folder for the results")
-    parser.add_argument("--rehearse", action="store_true", help="a small network on a CPU, 24 steps")
+    parser.add_argument("--steps", type=int, help="of each run: 1000, or 24 in a rehearsal")
+    parser.add_argument("--output", type=pathlib.Path, help="folder for the results: runs/gpu, or runs/gpu-rehearsal")
+    parser.add_argument("--rehearse", action="store_true", help="a small network on a CPU")
     options = parser.parse_args(arguments)
     if not options.vocabulary.is_file():
         parser.error(f"{options.vocabulary}: no such file. `python examples/benchmarks/gpu_text.py learn` makes it")
+    if min(options.rates) <= 0:
+        parser.error("--rates must be positive")
+    if options.steps is None:
+        options.steps = 24 if options.rehearse else 1000
+    if options.output is None:
+        options.output = pathlib.Path("runs/gpu-rehearsal" if options.rehearse else "runs/gpu")
     return options
 
 
@@ -41,7 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        options.steps = 24
     sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
     import jax
     import jax.numpy as jnp
@@ -72,12 +79,12 @@ def main(arguments: list[str] | None = None) -> None:
     init = jax.jit(tx.init)
     step = jax.jit(step, donate_argnums=(0, 1))
     observe = jax.jit(observe, donate_argnums=1)
-    # Compile before anything is timed.
+    print("compiling", flush=True)
     now = jax.tree.map(jnp.copy, params)
     state = observe(now, init(params), batches.batch(0))
     step(now, state, batches.batch(0), jnp.float32(1))
     evaluate(params, batches.held)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "runs": {}}
     for rate in options.rates:
         now, state = jax.tree.map(jnp.copy, params), init(params)
         seconds, done = 0.0, 0
@@ -95,11 +102,13 @@ def main(arguments: list[str] | None = None) -> None:
             validation = float(evaluate(now, batches.held))
             failed = int(kfac.diagnostics(state)["failed_inversions"])
             curve.append([done, round(seconds, 2), round(validation, 4), round(float(loss), 4)])
-            print(
-                f"rate {rate:g}: step {done}, {seconds:.1f} s, validation {validation:.4f}, {failed} failed inversions"
-            )
-            results[f"{rate:g}"] = {"steps": done, "seconds": seconds, "validation": validation, "curve": curve}
+            told = f"step {done}, {seconds:.1f} s, validation {validation:.4f}, {failed} failed inversions"
+            print(f"rate {rate:g}: {told}", flush=True)
+            row = {"steps": done, "seconds": seconds, "validation": validation, "failed inversions": failed}
+            results["runs"][f"{rate:g}"] = row | {"curve": curve}
             (options.output / "rates.json").write_text(json.dumps(results, indent=2) + "\n")
+            if not math.isfinite(validation):
+                break
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class Record:
     time limit the process ends with code 3, whatever it is doing.
 
     Args:
-      folder: where `<programme>.json` and `<programme>.md` are written.
+      folder: where `<programme>.json` and `<programme>.md` are written. An earlier JSON file there becomes
+        `<programme>.before.json`.
       programme: the programme's letter.
       minutes: the time limit, counted from now.
       have: a JSON file of an earlier call; rows that it holds are not measured again.
@@ -49,6 +50,8 @@ class Record:
             earlier = json.loads(have.read_text())
             self.found["tables"] = earlier["tables"]
             self.found["about"] = earlier["about"]
+        if self.path.exists():
+            self.path.replace(self.path.with_suffix(".before.json"))
         self.doing = "the start"
         self.lock = threading.Lock()
 

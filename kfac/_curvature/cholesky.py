@@ -1,8 +1,7 @@
 """Invert both damped factors by Cholesky factorisations.
 
-All functions work on stacks of equally shaped matrices, in float32 or better, with matrix products at the highest
-precision. Reduced-precision products (TF32, bfloat16 passes) inside a factorisation would lose the small eigenvalues,
-for which damping matters most.
+All functions work on stacks of equally shaped matrices, in float32 or better. Factorisations use `exact_product` only:
+products in reduced precision (TF32, bfloat16 passes) would lose the small eigenvalues, for which damping matters most.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class Soap(Inverse):
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` (the
-        default) or `"bfloat16"`. Eigenvectors and moments are always computed and stored in float32.
+        default) or `"bfloat16"`. A refresh transforms the momentum in the same arithmetic. Eigenvectors and squares are
+        always computed in float32, and everything is stored in float32.
       relative: whether a block's damping `l` is in units of the mean of its `v`.
       decay: the running average's decay, in [0, 1).
 

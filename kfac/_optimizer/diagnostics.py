@@ -89,10 +89,9 @@ def statistics_due(opt_state: Any) -> Array:
     states = some_states(opt_state, "opt_state")
     flags = []
     for state in states:
-        due = pure(state.due)
-        # Outside `jit`, each operation would delay the next step.
-        due = due.ravel()[0] if due.ndim else due
-        flags.append(jnp.asarray(due, bool))
+        # A copy, because a step may donate the state. More operations would delay the next step.
+        due = jnp.array(pure(state.due), bool)
+        flags.append(due.ravel()[0] if due.ndim else due)
     return functools.reduce(jnp.logical_or, flags)
 
 
