@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 import gpu
 import gpu_speed
 import gpu_text
-import gpu_training
-from gpu_record import Record
+from gpu_record import Record, setting
 
 pytestmark = pytest.mark.examples
 
@@ -115,8 +114,8 @@ def test_long_words_of_a_source_are_cut(tmp_path):
 
 
 def test_what_a_run_is_given():
-    assert gpu_training.setting("kfac:0.1") == ("kfac", 0.1)
+    assert setting("kfac:0.1") == ("kfac", 0.1)
     with pytest.raises(Exception, match="must be kfac or muon"):
-        gpu_training.setting("sgd:0.1")
+        setting("sgd:0.1")
     with pytest.raises(SystemExit):
         gpu.parse(["--programme", "B"])

@@ -18,13 +18,18 @@ from kfac._curvature.cholesky import exact_product
 from kfac._statistics.offsets import Axis, _of_pairs, offset_moment
 
 
-def split(x, parts):
-    """`x` as a sum of so many matrices in bfloat16."""
+def parts_of(x, number):
+    """Split float32 numbers into a sum of numbers in bfloat16."""
     found = []
-    for _ in range(parts):
-        found.append(np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32), np.float64))
+    for _ in range(number):
+        found.append(lax.reduce_precision(x, 8, 7))
         x = x - found[-1]
     return found
+
+
+def split(x, number):
+    """Return `parts_of` numbers as NumPy arrays in float64."""
+    return [np.asarray(part, np.float64) for part in parts_of(jnp.asarray(x, jnp.float32), number)]
 
 
 def product_of(precision, a, b):
@@ -56,15 +61,6 @@ def test_moments_turned_by_products_of_three_parts():
     assert np.min(found) > 0
 
 
-def parts_of(x, number):
-    """Split float32 numbers into a sum of numbers in bfloat16."""
-    found = []
-    for _ in range(number):
-        found.append(lax.reduce_precision(x, 8, 7))
-        x = x - found[-1]
-    return found
-
-
 def sixfold(a, b):
     """Multiply as `exact_product` does on a GPU."""
     (a1, a2, a3), (b1, b2, b3) = parts_of(a, 3), parts_of(b, 3)
@@ -77,12 +73,17 @@ def threefold(a, b):
     return a2 @ b1 + a1 @ b2 + a1 @ b1
 
 
-def test_six_products_of_parts_are_as_exact_as_float32():
+def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
+    """With them, columns come out orthonormal to rounding."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(1, 100, 100)), jnp.float32) for _ in range(2))
     exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     wrong = [np.abs(product(a, b) - exact).max() for product in (sixfold, exact_product)]
     assert wrong[0] < 2 * wrong[1] < 1e-4
+    monkeypatch.setattr(cholesky, "exact_product", sixfold)
+    monkeypatch.setattr(orthonormal, "close_product", sixfold)
+    found = np.asarray(orthonormal.orthonormal_by_products(a @ a.mT), np.float64)
+    np.testing.assert_allclose(found.mT @ found, np.eye(100)[None], atol=2e-6)
 
 
 @pytest.mark.parametrize("power", [1, 1.2])

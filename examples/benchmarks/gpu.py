@@ -21,8 +21,9 @@ import argparse
 import importlib.metadata
 import os
 import pathlib
-import re
 import sys
+
+from gpu_record import Record, output_folder, setting
 
 PROGRAMMES = ("A", "B", "C", "D")
 # The rows of a speed table, the most informative first.
@@ -42,17 +43,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=pathlib.Path, help="B: made by `gpu_text.py learn`")
     parser.add_argument("--speed", type=pathlib.Path, help="B: JSON of programme A, for the steps that fit into a run")
     parser.add_argument("--seconds", type=float, default=120.0, help="B: of each run")
-    parser.add_argument("--runs", nargs="+", default=["kfac:0.1", "muon:0.02"], help="B: method:rate, in this order")
+    runs = [setting("kfac:0.1"), setting("muon:0.02")]
+    parser.add_argument("--runs", nargs="+", type=setting, default=runs, help="B: method:rate, in this order")
     parser.add_argument("--data-dir", type=pathlib.Path, help="C: CIFAR-10, as get_cifar10.sh leaves it")
     options = parser.parse_args(arguments)
     if options.output is None:
-        options.output = pathlib.Path("runs/gpu-rehearsal" if options.rehearse else "runs/gpu")
+        options.output = output_folder(options.rehearse)
     for path in (options.vocabulary, options.speed, options.have):
         if path is not None and not path.is_file():
             parser.error(f"{path}: no such file")
-    for run in options.runs:
-        if not re.fullmatch(r"(kfac|muon):[0-9.]+(e-?[0-9]+)?", run):
-            parser.error(f"--runs: {run!r} is not a method and a rate, such as kfac:0.1 or muon:0.02")
     if options.programme == "B" and options.vocabulary is None:
         parser.error("programme B needs --vocabulary, made by `python examples/benchmarks/gpu_text.py learn FILE`")
     if options.compile_seconds and not options.rehearse:
@@ -81,7 +80,6 @@ def programme_a(record, options) -> None:
 def programme_b(record, options) -> None:
     import gpu_training
 
-    options.runs = [gpu_training.setting(text) for text in options.runs]
     gpu_training.train_gpt(record, options)
 
 
@@ -105,8 +103,6 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
     folder = pathlib.Path(__file__).resolve().parent
     sys.path[:0] = [str(folder), str(folder.parents[1])]
-    from gpu_record import Record
-
     command = " ".join(["python", "examples/benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)])
     record = Record(options.output, options.programme, options.minutes, options.have, command)
     record.end_at_limit()

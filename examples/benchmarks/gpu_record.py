@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
+import math
 import os
 import pathlib
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """A method and its rate, as in `kfac:0.1`."""
+
+    method: str
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, rate {self.rate:g}"
+
+
+def setting(text: str) -> Setting:
+    """Read a `Setting`, as a type of `argparse`."""
+    method, _, number = text.partition(":")
+    try:
+        rate = float(number)
+    except ValueError:
+        rate = math.nan
+    if method not in ("kfac", "muon") or not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the method must be kfac or muon, with a positive rate, as in kfac:0.1"
+        )
+    return Setting(method, rate)
+
+
+def output_folder(rehearse: bool) -> pathlib.Path:
+    """Return the default folder for results. Rehearsals have one of their own, so that they do not replace results."""
+    return pathlib.Path("runs/gpu-rehearsal" if rehearse else "runs/gpu")
 
 
 class Record:

@@ -273,13 +273,13 @@ def time_steps(record: Record, model: str, options: argparse.Namespace) -> dict[
     task = steps.task(model, small)
     title = f"{model}, milliseconds"
     wanted = [row for row in options.rows if not record.has(title, row)]
+    record.doing = f"compiling {model}"
     start = Start(filled(task.params), filled(task.batch, classes_of(task)))
     makers: dict[str, Callable[[], Any]] = {
         row: functools.partial(compile_row, row, task, start, options) for row in wanted if row != LOOP
     }
     if LOOP in wanted:
         makers[LOOP] = functools.partial(Loop, task, start, options)
-    record.doing = f"compiling {model}"
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(len(makers) or 1) as pool:
         futures = {row: pool.submit(make) for row, make in makers.items()}

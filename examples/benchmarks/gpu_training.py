@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import kfac
-from gpu_record import Record
+from gpu_record import Record, Setting
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 EXAMPLES = FOLDER.parent
@@ -35,24 +35,6 @@ FORECAST = {"kfac": 50.0, "muon": 50.0}
 
 
 # -- B: a GPT on Python sources ----------------------------------------------------------------------------------------
-
-
-class Setting(NamedTuple):
-    """A method and its rate, as in `kfac:0.1`."""
-
-    method: str
-    rate: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}, rate {self.rate:g}"
-
-
-def setting(text: str) -> Setting:
-    method, rate = text.split(":")
-    if method not in FORECAST:
-        raise argparse.ArgumentTypeError(f"the method must be kfac or muon, but is {method!r}")
-    return Setting(method, float(rate))
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
@@ -155,6 +137,21 @@ def text_of(output: pathlib.Path, vocabulary: pathlib.Path) -> pathlib.Path:
     return output / f"tokens-{zlib.crc32(vocabulary.read_bytes()):08x}.npz"
 
 
+def start_encoding(vocabulary: pathlib.Path, text: pathlib.Path) -> subprocess.Popen[str]:
+    """Start a process that writes the tokens of this machine's Python sources to `text`."""
+    command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(vocabulary), str(text)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish_encoding(record: Record, encoding: subprocess.Popen[str]) -> None:
+    """Wait for `start_encoding`, and note the size of the text."""
+    record.doing = "encoding the text"
+    said, _ = encoding.communicate(timeout=max(1.0, record.left - 5))
+    if encoding.returncode:
+        raise RuntimeError("gpu_text.py encode failed")
+    record.about("text", said.strip())
+
+
 def evaluator(model: Transformer) -> Callable[..., Any]:
     """Return a compiled function that computes the mean loss over parts of a text."""
     return jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
@@ -164,8 +161,7 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
     """Add a row and a curve for each of `--runs`, which train in turn on the same batches."""
     model, sequences, params = gpt(options.vocabulary, options.rehearse)
     text = text_of(options.output, options.vocabulary)
-    command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(options.vocabulary), str(text)]
-    encoding = None if text.is_file() else subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    encoding = None if text.is_file() else start_encoding(options.vocabulary, text)
     batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
     horizons = {one: horizon_of(one, options) for one in options.runs}
     methods = {one: prepare(one, model.loss, params, batch, horizons[one]) for one in options.runs}
@@ -183,12 +179,8 @@ def train_gpt(record: Record, options: argparse.Namespace) -> None:
             future.add_done_callback(functools.partial(_say_compiled, record, one.name))
     looking.result()
     if encoding is not None:
-        record.doing = "encoding the text"
         record.say("compiled; waiting for the text")
-        said, _ = encoding.communicate(timeout=max(1.0, record.left - 5))
-        if encoding.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed")
-        record.about("text", said.strip())
+        finish_encoding(record, encoding)
     batches = Text(text, model.context, sequences)
     jax.block_until_ready(batches.batch(0))
     for one, method in methods.items():

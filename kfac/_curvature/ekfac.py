@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ class Ekfac(Eigh):
         new, condition = super().refresh(kept, factors, damping)
         if kept.moments is None:
             return new, condition
-        average = between_bases(kept.moments.average, kept, new, squared_basis_change)
+        average = between_bases(kept.moments.average, kept, new)
         new = dataclasses.replace(new, moments=kept.moments._replace(average=average))
         values = block_eigenvalues(new).reshape(len(damping), -1)
         one = EigenvalueRange(1.0, 1.0)
@@ -124,27 +123,19 @@ class Ekfac(Eigh):
 
 
 def between_bases(
-    matrices: Array,
+    moments: Array,
     old: Kronecker,
     new: Kronecker,
-    of: Callable[..., Array],
 ) -> Array:
-    """Transform matrices `[k, d_out, d_in]` to another eigenbasis: `T_G V T_A^T`, where `of` computes each `T`."""
-    dtype = matrices.dtype
+    """Transform moments `[k, d_out, d_in]` to another eigenbasis, see `squared_basis_change`."""
+    dtype = moments.dtype
     if isinstance(new.G, Eigen):
-        matrices = close_product(of(old.G.vectors, new.G.vectors, dtype), matrices)
+        change = squared_basis_change(old.G.vectors, new.G.vectors, dtype)
+        moments = close_product(change, moments)
     if isinstance(new.A, Eigen):
-        matrices = close_product(matrices, of(old.A.vectors, new.A.vectors, dtype).mT)
-    return matrices
-
-
-def basis_change(
-    old: Array,
-    new: Array,
-    dtype: DTypeLike,
-) -> Array:
-    """Return `Q_new^T Q_old` in `dtype` for stacks of eigenvectors."""
-    return close_product(new.astype(dtype).mT, old.astype(dtype))
+        change = squared_basis_change(old.A.vectors, new.A.vectors, dtype)
+        moments = close_product(moments, change.mT)
+    return moments
 
 
 def squared_basis_change(
@@ -157,6 +148,7 @@ def squared_basis_change(
     Take the matrix whose eigenvalues in the old basis are `s`. Its diagonal in the new basis is
     `(T_G * T_G) s (T_A * T_A)^T`. The moments hardly change if the basis has moved little, and their sum never changes.
     """
-    square = jnp.square(basis_change(old, new, dtype))
+    change = close_product(new.astype(dtype).mT, old.astype(dtype))
+    square = jnp.square(change)
     # Normalise each column's sum to 1, so that the moments keep their sum even if eigenvectors are rounded to bfloat16.
     return square / jnp.sum(square, axis=-2, keepdims=True)
