@@ -12,13 +12,14 @@ Change the loss and the loop:
 - `value_and_grad`: gradients and statistics in one backward pass.
 - `Layers`: the result of `find_layers`. `Factors`: a batch's statistics.
 - `microbatch`: splits a batch into parts. `Distribution`: settings for several devices.
-- `output`: marks the network's output, for the true Fisher matrix.
+- `mark_output`: marks the network's output, for the true Fisher matrix.
 - `diagnostics`: scalars to log. `state`: moves optimizer states between devices and checkpoints.
 
 Build an optimizer:
 
+- `adaptive_damping`: adapts an optimizer's damping to the loss.
 - `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: further optimizers.
-- `Cholesky`, `Eigh`, `Ekfac`, `Soap`: ways to precondition a block. `Inverse`: the base class for your own.
+- `Cholesky`, `Eigh`, `EKFAC`, `SOAP`: ways to precondition a block. `BlockPreconditioner`: the base class for your own.
 - `register_primitive`: tells `find_layers` how to treat a custom derivative, a Pallas kernel or an FFI call.
 - `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: types for annotations.
 
@@ -38,41 +39,44 @@ from kfac import curvature, planning, presets, schedules, state, types
 from kfac._capture.equations import register_primitive
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
-from kfac._capture.outputs import output
+from kfac._capture.outputs import mark_output
 from kfac._capture.value_and_grad import statistics, value_and_grad
+from kfac._checks import former_names as _former_names
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.eigh import Eigh
-from kfac._curvature.ekfac import Ekfac
-from kfac._curvature.inverse import Inverse
-from kfac._curvature.soap import Soap
+from kfac._curvature.ekfac import EKFAC
+from kfac._curvature.preconditioner import BlockPreconditioner
+from kfac._curvature.soap import SOAP
 from kfac._distributed.distribution import Distribution
 from kfac._factors import Factors
 from kfac._layers import Layers, UnsupportedLayerError
+from kfac._optimizer.adaptive_damping import adaptive_damping
 from kfac._optimizer.diagnostics import diagnostics, statistics_due
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._optimizer.train_step import train_step
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
+    "EKFAC",
+    "SOAP",
+    "BlockPreconditioner",
     "Cholesky",
     "Distribution",
     "Eigh",
-    "Ekfac",
     "Factors",
-    "Inverse",
     "Layers",
-    "Soap",
     "UnsupportedLayerError",
+    "adaptive_damping",
     "curvature",
     "diagnostics",
     "find_layers",
     "kfac",
+    "mark_output",
     "microbatch",
     "observe",
-    "output",
     "planning",
     "presets",
     "register_primitive",
@@ -87,11 +91,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "due":
-        raise AttributeError("kfac.due is now kfac.statistics_due")
-    # Up to version 0.3.0, `kfac` exported the names of these modules.
-    for module in (curvature, planning, presets, state, types):
-        if hasattr(module, name) and not name.startswith("_"):
-            raise AttributeError(f"kfac.{name} is now {module.__name__}.{name}")
-    raise AttributeError(f"module 'kfac' has no attribute {name!r}")
+__getattr__ = _former_names(
+    "kfac",
+    {
+        "Ekfac": "EKFAC",
+        "Inverse": "BlockPreconditioner",
+        "Soap": "SOAP",
+        "due": "statistics_due",
+        "output": "mark_output",
+    },
+)

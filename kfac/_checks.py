@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 
 from kfac._layers import Layer, Layers
+from kfac._mesh import axis_names
 from kfac._packing import Shape
-from kfac._varying import axis_names
 
 
 def check_range(
@@ -184,65 +184,101 @@ def check_fraction(
     return k
 
 
-# Other optimizers' option names and our own former names, with the present option.
+# Keywords of version 0.3, with the present keyword.
+RENAMED = {
+    "cost": "overhead=",
+    "factor_decay": "factor_ema_decay=",
+    "gradient": "gradient_factors=",
+    "inverse": "preconditioner=",
+    "inverse_every": "inverse_update_period=",
+    "layer_rates": "adaptive_layer_rates= (a bool) and layer_multipliers= (a mapping)",
+    "max_dim": "max_factor_dim=",
+    "rate_in_momentum": "lr_in_momentum=",
+    "reduce": "kfac_reduce=",
+    "refresh_warmup": "interval_warmup_steps=",
+    "statistics_every": "statistics_period=",
+    "subsample": "statistics_fraction=, 1/4 for every fourth example",
+    "unitwise_damping": "unitwise_damping_scale=",
+}
+
+# Keywords of other optimizers, with our keyword.
 HINTS = {
     "lr": "learning_rate, the first argument",
     "b1": "momentum=",
-    "b2": "inverse=kfac.Soap(decay=...)",
+    "b2": "preconditioner=kfac.SOAP(decay=...)",
     "decay": "weight_decay= or momentum=",
     "eps": "damping=",
     "mask": "weight_decay_mask=",
     "clip_norm": 'no clipping with step_norm="spectral", which bounds every step; otherwise kl_clip=',
-    "layer_rates": "adaptive_layer_rates= (a bool) and layer_multipliers= (a mapping)",
-    "subsample": "statistics_fraction=, 1/4 for every fourth example",
 }
 
 
-def with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that a keyword in `HINTS` raises a `TypeError` that names the right option."""
+def with_hints(
+    hints: Mapping[str, str],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator, under which a keyword in `hints` raises a `TypeError` with the present keyword."""
 
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        for name in kwargs:
-            if name in HINTS:
-                raise TypeError(
-                    f"{function.__name__}() has no option {name}=: use {HINTS[name]}"
-                )
-        return function(*args, **kwargs)
+    def decorate(function):
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            for name in kwargs:
+                if name in hints:
+                    raise TypeError(
+                        f"{function.__name__}() has no option {name}=: use {hints[name]}"
+                    )
+            return function(*args, **kwargs)
 
-    return checked
+        return checked
+
+    return decorate
+
+
+def former_names(
+    module: str,
+    names: Mapping[str, str],
+) -> Callable[[str], object]:
+    """Return a module's `__getattr__`, which raises an `AttributeError` with the present name of a former one."""
+
+    def missing(name: str) -> object:
+        if name in names:
+            raise AttributeError(f"{module}.{name} is now {names[name]}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
 
 
 # The checks by option name. `check_range` also accepts schedules.
 OPTIONS: dict[str, Callable[[str, Any], None]] = {
-    **_rules(check_range, "damping unitwise_damping kl_clip trust_ratio", "(0, inf)"),
+    **_rules(
+        check_range, "damping unitwise_damping_scale kl_clip trust_ratio", "(0, inf)"
+    ),
     **_rules(
         check_number,
-        "overhead minimum target reference_rate flops inversion_flops bandwidth memory",
+        "minimum target reference_rate flops inversion_flops bandwidth memory",
         "(0, inf)",
     ),
-    **_rules(check_number, "cost", "(0, inf]"),
+    **_rules(check_number, "overhead", "(0, inf]"),
     **_rules(check_number, "peak", "[0, inf)"),
     **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
-    **_rules(check_range, "momentum factor_decay", "[0, 1)"),
-    **_rules(check_count, "statistics_every every", 1),
+    **_rules(check_range, "momentum factor_ema_decay", "[0, 1)"),
+    **_rules(check_count, "statistics_period every", 1),
     **_rules(
         check_count,
-        "inverse_every",
+        "inverse_update_period",
         1,
         "; kfac.kfac takes 'auto', too, and None, so that kfac.observe(opt_state) refreshes",
     ),
-    **_rules(check_count, "refresh_warmup", 0),
+    **_rules(check_count, "interval_warmup_steps", 0),
     **_rules(
         check_positive_int,
-        "max_dim num_examples num_microbatches num_steps batch batches devices num_devices k probes",
+        "max_factor_dim num_examples num_microbatches num_steps batch batches devices num_devices k probes",
     ),
     **_rules(
         check_switch,
-        "relative nesterov rate_in_momentum has_aux strict verbose donate adaptive_layer_rates",
+        "relative nesterov lr_in_momentum has_aux strict verbose donate adaptive_layer_rates",
     ),
     **_rules(check_multipliers, "layer_multipliers"),
-    **_rules(check_patterns, "skip reduce gradient"),
+    **_rules(check_patterns, "skip kfac_reduce gradient_factors"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
     **_rules(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from kfac._mesh import PyTree, on_mesh, with_auto_axes
 from kfac._packing import Shape, as_vectors, from_vectors, pieces_along
-from kfac._varying import PyTree, on_mesh, whole
 
 Average = Callable[[PyTree], PyTree]
 Shapes = tuple[Shape, ...]
@@ -88,7 +88,7 @@ class Kronecker(Statistics):
     Attributes:
       A: the factor of the inputs, `[d_in, d_in]`. A diagonal factor is `[d_in]`.
       G: the factor of the output gradients, `[d_out, d_out]`. A diagonal factor is `[d_out]`.
-      moments: second moments of the per-example gradients in an eigenbasis, `[d_out, d_in]`, for `Ekfac`. Otherwise
+      moments: second moments of the per-example gradients in an eigenbasis, `[d_out, d_in]`, for `EKFAC`. Otherwise
         None.
     """
 
@@ -247,7 +247,7 @@ class Packed(Uncombined):
 @jax.jit
 @on_mesh
 def _unpacked_everywhere(block: Packed) -> Kronecker:
-    return whole(Packed.unpacked)(block)
+    return with_auto_axes(Packed.unpacked)(block)
 
 
 @jax.tree_util.register_dataclass
@@ -263,13 +263,15 @@ class Tied(Uncombined):
       direct: the statistics of the direct uses.
       transposed: the statistics of the transposed uses.
       diagonal: the names of the diagonal factors, as in `Layer`.
-      cut: the numbers of diagonal blocks in `A` and `G`, as in `Layer`.
+      num_blocks: the numbers of diagonal blocks in `A` and `G`, as in `Layer`.
     """
 
     direct: Kronecker
     transposed: Kronecker
     diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
-    cut: tuple[int, int] = dataclasses.field(default=(1, 1), metadata={"static": True})
+    num_blocks: tuple[int, int] = dataclasses.field(
+        default=(1, 1), metadata={"static": True}
+    )
 
     def unscaled(self, by):
         # The transposed use has its gradients in `A`.
@@ -292,7 +294,11 @@ class Tied(Uncombined):
             if side in self.diagonal:
                 return jnp.sum(factor, -1)
             traces = jnp.trace(factor, axis1=-2, axis2=-1)
-            return jnp.sum(traces, -1) if pieces_along(side, self.cut) > 1 else traces
+            return (
+                jnp.sum(traces, -1)
+                if pieces_along(side, self.num_blocks) > 1
+                else traces
+            )
 
         direct = self.direct
         transposed = self.transposed

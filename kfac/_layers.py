@@ -43,8 +43,8 @@ class BlockKind(abc.ABC):
       name: the kind's name, as it appears in the names of its groups.
       statistics: the type of its statistics.
       owned: whether each block has an owner among the devices. Otherwise every device has all blocks,
-        `unitwise_damping` scales their damping, and the state of an inverse has an attribute `inverse`, the `Inverse`
-        that made it.
+        `unitwise_damping_scale` scales their damping, and the state of an inverse has an attribute `preconditioner`,
+        the `BlockPreconditioner` that made it.
       kernel: whether a block is a kernel or a piece of a kernel. Otherwise each row of its matrix is a leaf.
       captured: whether the statistics come from the loss. Otherwise the optimizer forms them from gradients.
     """
@@ -68,9 +68,9 @@ class BlockKind(abc.ABC):
           gradients: the averaged gradients `[k, d_in, d_out]`.
         """
 
-    def inverse(self, inverse: Any) -> Any:
-        """Return the `Inverse` of these blocks, given the user's `inverse`."""
-        return inverse
+    def preconditioner(self, preconditioner: Any) -> Any:
+        """Return the `BlockPreconditioner` of these blocks, given the user's `preconditioner`."""
+        return preconditioner
 
     def layer_shapes(self, layer: Layer) -> FactorShapes:
         """Return the shapes of a layer's captured statistics."""
@@ -145,8 +145,8 @@ class Layer:
         - `"dense"`, `"conv"` or `"embedding"`: Kronecker factors `A`, `[d_in, d_in]`, and `G`, `[d_out, d_out]`.
         - `"unitwise"`: a `d_in` x `d_in` block for each of `d_out` channels (normalisation scale and shift).
         - `"diagonal"`: one number for each of `d_out` elements.
-        - `"gradient"`: gradient factors, which the optimizer forms. They are Kronecker factors, or one number for each
-          of `d_out` elements if `d_in` is 1.
+        - `"gradient-factors"`: gradient factors, which the optimizer forms. They are Kronecker factors, or one number
+          for each of `d_out` elements if `d_in` is 1.
         - `"skipped"`: no curvature.
       params: paths of the parameter leaves: kernel and bias, or scale and shift.
       shapes: shapes of these leaves.
@@ -156,12 +156,12 @@ class Layer:
       copies: number of independent copies stacked in the same leaves (`lax.scan` over layers, batched kernels).
       stacked: whether the factors have a leading axis of length `copies`.
       diagonal: the names (`"A"`, `"G"`) of the factors that are kept as diagonals, `[d_in]` and `[d_out]`.
-      cut: the numbers of pieces `(a, g)` into which the input and the output side are cut. `A` is kept as `a` diagonal
-        blocks of neighbouring rows, `G` as `g`. The kernel becomes `a * g` pieces. Each piece has its own Kronecker
-        block, made from one block in `A` and one in `G`.
+      num_blocks: the numbers of pieces `(a, g)` into which the input and the output side are cut. `A` is kept as `a`
+        diagonal blocks of neighbouring rows, `G` as `g`. The kernel becomes `a * g` pieces. Each piece has its own
+        Kronecker block, made from one block in `A` and one in `G`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
-      told_apart: whether the layer can form per-example gradients. This needs a single use of the kernel and rows whose
-        examples are known.
+      has_example_gradients: whether the layer can form per-example gradients. This needs a single use of the kernel and
+        rows whose examples are known.
       note: a remark, such as the reason why the parameters have no Kronecker block, or why a factor is diagonal or cut.
       positions: how many positions per example share the weight, at the traced shapes. None if unknown.
       uses: number of operations or loop iterations that read the parameters. If they read different parts, this is the
@@ -185,9 +185,9 @@ class Layer:
     copies: int = 1
     stacked: bool = False
     diagonal: tuple[str, ...] = ()
-    cut: tuple[int, int] = (1, 1)
+    num_blocks: tuple[int, int] = (1, 1)
     weight_sharing: str = "expand"
-    told_apart: bool = _not_compared(False)
+    has_example_gradients: bool = _not_compared(False)
     note: str = _not_compared("")
     positions: int | None = _not_compared(None)
     uses: int = _not_compared(1)
@@ -197,20 +197,22 @@ class Layer:
     @property
     def kronecker(self) -> bool:
         """Whether the layer's block is a Kronecker product."""
-        gradient = self.kind == "gradient" and self.d_in > 1
+        gradient = self.kind == "gradient-factors" and self.d_in > 1
         return gradient or self.kind in KRONECKER_KINDS
 
     @property
     def block(self) -> Any:
         """The layer's `BlockKind`. None for a skipped layer."""
-        if self.kind == "gradient" and self.d_in == 1:
+        if self.kind == "gradient-factors" and self.d_in == 1:
             return BLOCKS["diagonal"]
         return BLOCKS.get(self.kind)
 
     @property
     def captured(self) -> bool:
         """Whether a `Factors` holds statistics for this layer, captured in the loss."""
-        return bool(self.block) and self.block.captured and self.kind != "gradient"
+        return (
+            bool(self.block) and self.block.captured and self.kind != "gradient-factors"
+        )
 
     @property
     def has_bias(self) -> bool:
@@ -228,22 +230,22 @@ class Layer:
         return self.block.layer_shapes(self) if self.block else {}
 
     @property
-    def correctable(self) -> bool:
-        """Whether `Ekfac` corrects this layer's eigenvalues.
+    def supports_ekfac(self) -> bool:
+        """Whether `EKFAC` corrects this layer's eigenvalues.
 
-        This needs two whole factors and per-example gradients (`told_apart`).
+        This needs two whole factors and per-example gradients (`has_example_gradients`).
         """
         if self.kind not in KRONECKER_KINDS or self.diagonal:
             return False
-        return self.pieces == 1 and self.told_apart
+        return self.pieces == 1 and self.has_example_gradients
 
     @property
     def pieces(self) -> int:
         """Number of pieces into which each copy of the kernel is cut."""
-        return self.cut[0] * self.cut[1]
+        return self.num_blocks[0] * self.num_blocks[1]
 
     @property
-    def inversion(self) -> int:
+    def inverse_flops(self) -> int:
         """Work to invert one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
         shapes = self.block.shapes(self).values() if self.block else ()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
@@ -251,7 +253,7 @@ class Layer:
     @property
     def block_shapes(self) -> FactorShapes:
         """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
-        a, g = self.cut
+        a, g = self.num_blocks
         sizes = {"A": math.ceil(self.d_in / a), "G": math.ceil(self.d_out / g)}
         shapes: FactorShapes = {}
         for name, size in sizes.items():
@@ -263,7 +265,7 @@ class Layer:
         """Factor shapes of one copy, `[d, d]`, `[blocks, d, d]` if the factor is cut, or `[d]` if it is diagonal."""
         shapes = self.block_shapes
         for name, shape in shapes.items():
-            count = pieces_along(name, self.cut)
+            count = pieces_along(name, self.num_blocks)
             if count > 1:
                 shapes[name] = (count, *shape)
         for name in self.diagonal:
@@ -272,7 +274,7 @@ class Layer:
 
     def to_pieces(self, matrix: Array) -> Array:
         """Cut matrices `[copies, d_out, d_in]` into pieces `[copies * pieces, rows, columns]`, padded with zeros."""
-        a, g = self.cut
+        a, g = self.num_blocks
         rows = math.ceil(self.d_out / g)
         columns = math.ceil(self.d_in / a)
         # The matrix lacks its last column if the bias belongs to another optimizer.
@@ -284,7 +286,7 @@ class Layer:
 
     def from_pieces(self, pieces: Array) -> Array:
         """Undo `to_pieces`, and keep the column of a bias."""
-        a, g = self.cut
+        a, g = self.num_blocks
         _, rows, columns = pieces.shape
         matrix = pieces.reshape(-1, g, a, rows, columns).swapaxes(2, 3)
         matrix = matrix.reshape(-1, g * rows, a * columns)
@@ -354,33 +356,34 @@ class Layers(Sequence[Layer]):
       blocks: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
       skip: the `skip=` patterns of `find_layers`.
-      max_dim: the `max_dim=` bound of `find_layers`.
-      reduce: the `reduce=` patterns of `find_layers`.
-      gradient: the `gradient=` patterns of `find_layers`.
+      max_factor_dim: the `max_factor_dim=` bound of `find_layers`.
+      kfac_reduce: the `kfac_reduce=` patterns of `find_layers`.
+      gradient_factors: the `gradient_factors=` patterns of `find_layers`.
       structure: the parameters' tree structure.
-      num_examples: the number of examples in the traced batch. None if unknown; `inverse_every="auto"` is then 1.
+      num_examples: the number of examples in the traced batch. None if unknown; `inverse_update_period="auto"` is then
+        1.
       batch_argnums: the arguments of the loss that hold the examples.
       shared: paths of the leaves in these arguments that all examples share.
-      hidden: the reason if the examples are unknown, otherwise empty.
+      unknown_batch_reason: the reason if the examples are unknown, otherwise empty.
       unclear: the error message of `value_and_grad` if the number of examples is unclear, otherwise empty.
       dtype: the dtype in which statistics are summed: float64 if any parameter is float64, otherwise float32.
-      splits: path and `PartitionSpec` of each parameter, if any parameter was split over a mesh.
+      param_specs: path and `PartitionSpec` of each parameter, if any parameter was split over a mesh.
     """
 
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
     skip: tuple[str, ...] = ()
-    max_dim: int | None = None
-    reduce: tuple[str, ...] = ()
-    gradient: tuple[str, ...] = ()
+    max_factor_dim: int | None = None
+    kfac_reduce: tuple[str, ...] = ()
+    gradient_factors: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
     num_examples: int | None = _not_compared(None)
     batch_argnums: tuple[int | str, ...] = _not_compared(())
     shared: tuple[str, ...] = _not_compared(())
-    hidden: str = _not_compared("")
+    unknown_batch_reason: str = _not_compared("")
     unclear: str = _not_compared("")
     dtype: str = _not_compared("float32")
-    splits: tuple[tuple[str, PartitionSpec], ...] = _not_compared(())
+    param_specs: tuple[tuple[str, PartitionSpec], ...] = _not_compared(())
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -453,10 +456,10 @@ def _table(layers: Layers) -> str:
     lines.append(summary)
     if layers.shared:
         lines.append(f"shared by all examples: {', '.join(layers.shared)}")
-    if layers.hidden:
+    if layers.unknown_batch_reason:
         lines.append(
-            f"the examples are not known: {layers.hidden}. Vectors have the gradient's own diagonal; value_and_grad "
-            "needs num_examples=, or an output marked with kfac.output"
+            f"the examples are not known: {layers.unknown_batch_reason}. Vectors have the gradient's own "
+            "diagonal; value_and_grad needs num_examples=, or an output marked with kfac.mark_output"
         )
     return "\n".join(lines)
 

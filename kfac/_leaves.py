@@ -10,7 +10,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kfac._varying import PyTree
+from kfac._mesh import PyTree
 
 
 class Layout(NamedTuple):
@@ -90,7 +90,7 @@ def map_by_path(fn: Callable[[str, Array], Array], tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def find_splits(params: PyTree) -> tuple[tuple[str, PartitionSpec], ...]:
+def find_param_specs(params: PyTree) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the path and spec of each parameter if any parameter is split over a mesh, otherwise an empty tuple.
 
     Tracers count as unsplit, so the result is empty under `jit`.

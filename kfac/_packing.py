@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._varying import PyTree
+from kfac._mesh import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -79,7 +79,7 @@ def unpack(
     return jnp.concatenate([top, bottom], axis=-2)[..., :d, :d]
 
 
-def room(
+def padded_shape(
     shape: Shape,
     multiple: int = 1,
 ) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def as_vectors(
     return x.reshape(*lead, math.prod(shape[:-2]), -1)
 
 
-def filled(flat: Array) -> Array:
+def pad_to_devices(flat: Array) -> Array:
     """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
     devices = max(1, jax.sharding.get_abstract_mesh().size)
     return pad_end(flat, -flat.shape[-1] % devices)

@@ -9,11 +9,11 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from kfac._checks import check, check_given, check_range
-from kfac._optimizer.moves import ScalarOrSchedule, value_at
+from kfac._checks import check, check_given, check_range, former_names
+from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 
-def rise_and_fall(peak: float, num_steps: int) -> optax.Schedule:
+def warmup_linear_decay(peak: float, num_steps: int) -> optax.Schedule:
     """Return a learning rate schedule that rises linearly in the first tenth of the steps, then falls linearly to zero.
 
     Args:
@@ -49,7 +49,7 @@ def coupled_momentum(
 ) -> optax.Schedule:
     """Return a momentum schedule that falls with the learning rate.
 
-    `kfac.presets.large_batch(rate_in_momentum=True)` makes the step `v <- m v - lr p`, `w <- w + v`. Its velocity `v`
+    `kfac.presets.osawa2019(lr_in_momentum=True)` makes the step `v <- m v - lr p`, `w <- w + v`. Its velocity `v`
     contains updates at earlier rates. When the rate falls, these updates are too large, and a smaller momentum corrects
     this. There are two forms:
 
@@ -66,7 +66,7 @@ def coupled_momentum(
         usually the largest rate.
 
     Returns:
-      A schedule for the argument `momentum` of `kfac.presets.large_batch`.
+      A schedule for the argument `momentum` of `kfac.presets.osawa2019`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -92,7 +92,7 @@ def coupled_momentum(
     return schedule
 
 
-def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Schedule:
+def damping_decay(initial: float, target: float, num_steps: int) -> optax.Schedule:
     """Return a damping schedule that falls towards a target: `l <- (1 - a) l + a target` in every step.
 
     The coefficient is `a = 2 log10(initial / target) / num_steps`, so most of the fall happens within `num_steps`.
@@ -126,3 +126,9 @@ def damping_warmup(initial: float, target: float, num_steps: int) -> optax.Sched
         return target + (initial - target) * (1 - share) ** steps
 
     return schedule
+
+
+__getattr__ = former_names(
+    "kfac.schedules",
+    {"rise_and_fall": "warmup_linear_decay", "damping_warmup": "damping_decay"},
+)

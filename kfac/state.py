@@ -5,15 +5,13 @@
 - `KfacState`: the state's type, a tree of arrays.
 """
 
+from kfac._checks import former_names as _former_names
 from kfac._optimizer.reshard import gather_state, scatter_state, shardings, state_specs
 from kfac._optimizer.state import KfacState
 
 __all__ = ["KfacState", "gather_state", "scatter_state", "shardings", "state_specs"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "refresh":
-        raise AttributeError(
-            "kfac.state.refresh(opt_state) is now kfac.observe(opt_state), without factors"
-        )
-    raise AttributeError(f"module 'kfac.state' has no attribute {name!r}")
+__getattr__ = _former_names(
+    "kfac.state", {"refresh": "kfac.observe(opt_state), without factors"}
+)

@@ -38,12 +38,12 @@ def run(
     *,
     rounding: float = ROUNDING,
     skip=(),
-    max_dim: int | None = 8192,
-    reduce=(),
+    max_factor_dim: int | None = 8192,
+    kfac_reduce=(),
     **options,
 ):
     """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
-    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_dim=max_dim, reduce=reduce)
+    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_factor_dim=max_factor_dim, kfac_reduce=kfac_reduce)
     value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
@@ -87,7 +87,7 @@ def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
 def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
     """Of each piece of one copy's matrix `[d_out, d_in]`: its rows and columns, `A`, `G`, and itself, filled up."""
     sides = []
-    for name, count in zip("AG", layer.cut, strict=True):
+    for name, count in zip("AG", layer.num_blocks, strict=True):
         side = np.asarray(getattr(block, name))
         side = side[copy] if layer.stacked else side
         if name in layer.diagonal:
@@ -211,14 +211,14 @@ def rotations(layers, dtype=np.float64):
     return {
         layer.name: Kronecker(rotation(layer.factor_shapes["A"]), rotation(layer.factor_shapes["G"]))
         for layer in layers
-        if layer.correctable
+        if layer.supports_ekfac
     }
 
 
 def expected_moments(layers, gradients, basis):
     """`n sum_i (Q_G^T g_i Q_A)^2` of the shares `g_i` of examples in the gradient, in loops."""
     leaves = dict(zip(layers.paths, jax.tree.leaves(gradients), strict=True))
-    corrected = tuple(layer for layer in layers if layer.correctable)
+    corrected = tuple(layer for layer in layers if layer.supports_ekfac)
     examples = jax.vmap(functools.partial(as_matrices, corrected))(leaves)
     moments = {}
     for layer in corrected:

@@ -44,8 +44,14 @@ def train(width, devices):
     layers = kfac.find_layers(loss_fn, params, x)
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("devices")))
     failed = 0
-    for inverse in (kfac.Cholesky(), kfac.Soap()):
-        tx = kfac.kfac(0.01, layers, inverse_every=1, inverse=inverse, distribution=kfac.Distribution(mesh=mesh))
+    for preconditioner in (kfac.Cholesky(), kfac.SOAP()):
+        tx = kfac.kfac(
+            0.01,
+            layers,
+            inverse_update_period=1,
+            preconditioner=preconditioner,
+            distribution=kfac.Distribution(mesh=mesh),
+        )
 
         @jax.jit
         def step(params, state, x, tx=tx):

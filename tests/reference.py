@@ -131,15 +131,15 @@ class Reference:
 
     learning_rate: callable
     damping: callable
-    factor_decay: callable
+    factor_ema_decay: callable
     momentum: callable = None
     nesterov: bool = False
     weight_decay: callable = None
     kl_clip: callable = None
     trust_ratio: callable = None
-    unitwise_damping: callable = lambda _: 1.0
-    inverse_every: int = 1
-    refresh_warmup: int = 10
+    unitwise_damping_scale: callable = lambda _: 1.0
+    inverse_update_period: int = 1
+    interval_warmup_steps: int = 10
 
     def __post_init__(self):
         self.count = 0
@@ -162,7 +162,7 @@ class Reference:
         }
 
     def accumulate(self, statistics):
-        decay = self.factor_decay(self.count) ** (1 if self.measured < 0 else self.count - self.measured)
+        decay = self.factor_ema_decay(self.count) ** (1 if self.measured < 0 else self.count - self.measured)
         self.measured = self.count
 
         def average(old, new):
@@ -192,12 +192,12 @@ class Reference:
     def step(self, params, grads, statistics=None):
         """New parameters."""
         t = self.count
-        dampings = (self.damping(t), self.damping(t) * self.unitwise_damping(t))
+        dampings = (self.damping(t), self.damping(t) * self.unitwise_damping_scale(t))
         self.dampings = dampings
-        every, warmup = self.inverse_every, self.refresh_warmup
+        every, warmup = self.inverse_update_period, self.interval_warmup_steps
         if warmup:
             every = min(every, 1 if t < warmup else 2 ** (1 + int(np.log2(t // warmup))))
-        turn = t % every == 0 or t % self.inverse_every == 0 or t - self.refreshed >= self.inverse_every
+        turn = t % every == 0 or t % self.inverse_update_period == 0 or t - self.refreshed >= self.inverse_update_period
         refreshes = statistics is not None and turn
         if statistics is not None:
             self.accumulate(statistics)
@@ -212,12 +212,12 @@ class Reference:
 
         shapes = {path: grad.shape for path, grad in grads.items()}
         updates = dict(grads)
-        for name, inverse in self.inverses.items():
+        for name, preconditioner in self.inverses.items():
             matrix = to_matrix(name, grads)
-            if isinstance(inverse, tuple):
-                matrix = inverse[1] @ matrix @ inverse[0]
+            if isinstance(preconditioner, tuple):
+                matrix = preconditioner[1] @ matrix @ preconditioner[0]
             else:
-                matrix = np.einsum("cpq,cq->cp", inverse, matrix)
+                matrix = np.einsum("cpq,cq->cp", preconditioner, matrix)
             updates |= from_matrix(name, matrix, shapes)
 
         covered = [path for _, paths in BLOCKS.values() for path in paths]

@@ -63,8 +63,8 @@ def loss_fn(params, images):
 def main():
     params = parameters()
     images = jax.ShapeDtypeStruct((DEVICES, 4, 4, 3), jnp.float32)
-    layers = kfac.find_layers(loss_fn, params, images, max_dim=8192)
-    tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution(AXIS))
+    layers = kfac.find_layers(loss_fn, params, images, max_factor_dim=8192)
+    tx = kfac.scale_by_kfac(layers, inverse_update_period=10, distribution=kfac.Distribution(AXIS))
     mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     same, split = PartitionSpec(), PartitionSpec(AXIS)
     specs = kfac.state.state_specs(tx, params, AXIS)
@@ -114,12 +114,16 @@ def main():
             jitted = jax.jit(mapped, in_shardings=place, donate_argnums=(0, 1))
             return jitted.lower(grads, state, stacked).compile()
 
-        held = (
-            jax.jit(lambda s: s, in_shardings=(shardings(specs),), out_shardings=shardings(specs))
-            .lower(state)
-            .compile()
-        )
-        result["state_bytes"] = held.memory_analysis().argument_size_in_bytes
+        def bytes_of_state(tx):
+            specs = kfac.state.state_specs(tx, params, AXIS)
+            init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
+            place = shardings(specs)
+            held = jax.jit(lambda s: s, in_shardings=(place,), out_shardings=place).lower(jax.eval_shape(init, params))
+            return held.compile().memory_analysis().argument_size_in_bytes
+
+        result["state_bytes"] = bytes_of_state(tx)
+        with_momentum = kfac.presets.osawa2019(0.1, layers, momentum=0.9, distribution=kfac.Distribution(AXIS))
+        result["state_bytes_with_momentum"] = bytes_of_state(with_momentum)
         for name, update in (("", with_statistics), ("_without_statistics", without)):
             compiled = program(update)
             result[f"messages{name}"] = by_kind(messages_of(compiled.as_text(), DEVICES))
@@ -127,7 +131,7 @@ def main():
         result["packed_bytes"] = 4 * sum(
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )
-        plan = kfac.planning.Assignment(layers, devices=DEVICES, inverse=kfac.Cholesky())
+        plan = kfac.planning.Assignment(layers, devices=DEVICES, preconditioner=kfac.Cholesky())
         result["predicted_statistics"] = plan.statistics_messages
         result["predicted_results"] = plan.results_messages
         result["predicted_state_bytes"] = plan.memory_per_device

@@ -44,7 +44,7 @@ def log_likelihood(likelihood, z, labels):
 def loss_of(likelihood="categorical"):
     def loss(params, batch):
         x, labels = batch
-        return log_likelihood(likelihood, kfac.output(outputs(params, x), likelihood), labels).mean()
+        return log_likelihood(likelihood, kfac.mark_output(outputs(params, x), likelihood), labels).mean()
 
     return loss
 
@@ -94,7 +94,7 @@ def exact_ratio(likelihood, params, changes, batch):
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
 def test_ratio_is_that_of_explicit_jacobians(likelihood):
     loss, batch, params = loss_of(likelihood), examples(), initial()
-    tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
+    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
     _, state, changes = step_of(tx, loss)(params, jax.jit(tx.init)(params), batch)
     expected = exact_ratio(likelihood, params, changes, batch)
     assert abs(float(state.reduction_ratio) - expected) < 1e-4
@@ -107,24 +107,24 @@ def squares(x):
 
 def vectors(w, batch):
     x, y = batch
-    return squares(kfac.output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
+    return squares(kfac.mark_output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
 
 
 def tokens(w, batch):
     x, y = batch
-    return squares(kfac.output(x @ w, "gaussian") - y).mean()
+    return squares(kfac.mark_output(x @ w, "gaussian") - y).mean()
 
 
 def sequences(w, batch):
     x, y = batch
-    return squares(kfac.output(x @ w, "gaussian") - y).sum() / len(x)
+    return squares(kfac.mark_output(x @ w, "gaussian") - y).sum() / len(x)
 
 
 def two_marks(w, batch, rows=2, factor=5.0):
     """Several batches: a part of the examples counts `factor` times, each part averaged over its own rows."""
     x, y = batch
-    inside = squares(kfac.output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
-    edge = kfac.output(x[:rows, 1] @ w - y[:rows, 1], "residual", weight=factor * len(x) / rows)
+    inside = squares(kfac.mark_output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
+    edge = kfac.mark_output(x[:rows, 1] @ w - y[:rows, 1], "residual", weight=factor * len(x) / rows)
     return inside + factor * squares(edge).mean()
 
 
@@ -138,7 +138,7 @@ def test_ratio_of_least_squares_is_one(loss, devices):
     if devices > 1 and loss is two_marks:
         loss = functools.partial(two_marks, rows=1)
     optimizer = lambda damping: optax.chain(optax.trace(0.5), optax.scale(-1 / (30 + damping)))  # noqa: E731
-    tx = kfac.presets.adaptive_damping(optimizer, 10.0, every=1, num_examples=given)
+    tx = kfac.adaptive_damping(optimizer, 10.0, every=1, num_examples=given)
 
     def run(w, batch):
         state, ratios = tx.init(w), []
@@ -165,7 +165,7 @@ def test_number_of_examples_that_is_not_clear():
     """The message names what takes it, and giving it there helps."""
     w, batch = jnp.zeros((D, 3)), (normal(0, 32, 8, D, dtype=np.float32), normal(1, 32, 8, 3, dtype=np.float32))
     for given in (None, 32):
-        tx = kfac.presets.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
+        tx = kfac.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
         update = functools.partial(tx.update, jax.grad(two_marks)(w, batch), tx.init(w), w)
         if given is None:
             with pytest.raises(ValueError, match="Pass num_examples= to adaptive_damping"):
@@ -190,7 +190,7 @@ def test_rule(rate, expected):
         del damping
         return optax.sgd(rate) if math.isfinite(rate) else optax.set_to_zero()
 
-    tx, loss, params = kfac.presets.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
+    tx, loss, params = kfac.adaptive_damping(optimizer, 0.01, every=2, decay=0.9), loss_of(), initial()
     step, state = step_of(tx, loss), tx.init(params)
     for factor in expected:
         moved, state, _ = step(params, state, examples())
@@ -198,7 +198,7 @@ def test_rule(rate, expected):
         assert math.isnan(float(state.reduction_ratio)) == (rate == math.inf)
         stays = all(jax.tree.leaves(jax.tree.map(jnp.array_equal, moved, params)))
         assert stays == bool(state.again) == (expected[-1] == 81) or rate == math.inf
-    assert int(state.taken_back) == (4 if expected[-1] == 81 else 0)
+    assert int(state.rejected_steps) == (4 if expected[-1] == 81 else 0)
 
 
 def test_steps_taken_back_until_the_damping_is_enough():
@@ -208,19 +208,19 @@ def test_steps_taken_back_until_the_damping_is_enough():
     def diverging(damping):
         return optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(1e-3 / damping))
 
-    tx = kfac.presets.adaptive_damping(diverging, 1e-9, every=5, minimum=1e-12)
+    tx = kfac.adaptive_damping(diverging, 1e-9, every=5, minimum=1e-12)
     step, state, losses = step_of(tx, loss), tx.init(params), [float(loss(params, batch))]
     for _ in range(40):
         params, state, _ = step(params, state, batch)
         losses.append(float(loss(params, batch)))
         if state.again:
             assert losses[-1] == losses[-2]
-    assert 10 <= int(state.taken_back) < 25
+    assert 10 <= int(state.rejected_steps) < 25
     assert losses[-1] < losses[0]
 
 
 def test_between_the_thresholds_the_damping_stays():
-    tx = kfac.presets.adaptive_damping(lambda damping: optax.sgd(0.5), 0.01, every=1, low=1e-6, high=1 - 1e-6)
+    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.5), 0.01, every=1, low=1e-6, high=1 - 1e-6)
     params = initial()
     _, state, _ = step_of(tx, loss_of())(params, tx.init(params), examples())
     assert 1e-6 < float(state.reduction_ratio) < 1 - 1e-6
@@ -230,9 +230,7 @@ def test_between_the_thresholds_the_damping_stays():
 def test_bounds():
     params = initial()
     for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):  # the second is taken back
-        tx = kfac.presets.adaptive_damping(
-            lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1
-        )
+        tx = kfac.adaptive_damping(lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1)
         state = tx.init(params)
         for _ in range(2):
             _, state, _ = step_of(tx, loss_of())(params, state, examples())
@@ -247,7 +245,7 @@ def test_losses_that_are_not_finite():
         moved = optax.tree.norm(optax.tree.sub(params, initial()))
         return loss_of()(params, batch) + jnp.where(moved > 0, jnp.nan, 0.0)
 
-    tx = kfac.presets.adaptive_damping(lambda damping: optax.sgd(0.01), 0.01, every=1)
+    tx = kfac.adaptive_damping(lambda damping: optax.sgd(0.01), 0.01, every=1)
     grads = jax.grad(loss_of())(params, batch)
     _, after = tx.update(grads, tx.init(params), params, value_fn=lambda p: loss(p, batch))
     assert float(after.reduction_ratio) == -math.inf
@@ -257,14 +255,14 @@ def test_losses_that_are_not_finite():
     assert float(before.next_damping) == np.float32(0.01)
     nans = jax.tree.map(lambda g: g * jnp.nan, grads)
     changes, back = tx.update(nans, tx.init(params), params, value_fn=lambda p: loss_of()(p, batch))
-    assert back.taken_back == 1 and not any(map(np.any, jax.tree.leaves(changes)))
+    assert back.rejected_steps == 1 and not any(map(np.any, jax.tree.leaves(changes)))
 
 
 def kfac_of(loss, batch, **options):
     layers = kfac.find_layers(loss, initial(), batch)
-    return layers, kfac.presets.adaptive_damping(
+    return layers, kfac.adaptive_damping(
         lambda damping: plain_kfac(
-            RATE, layers, damping=damping, refresh_warmup=0, **options
+            RATE, layers, damping=damping, interval_warmup_steps=0, **options
         ),
         0.1, every=1,
     )  # fmt: skip
@@ -292,7 +290,7 @@ def test_kfac_with_it():
 
     before, state = trajectory(step, tx, initial(), batch, steps=1)
     np.testing.assert_allclose(state.next_damping, 0.1 * 0.95, rtol=1e-6)
-    fixed = plain_kfac(RATE, layers, damping=float(state.next_damping), refresh_warmup=0)
+    fixed = plain_kfac(RATE, layers, damping=float(state.next_damping), interval_warmup_steps=0)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def with_fixed_damping(params, state, batch):
@@ -374,7 +372,7 @@ def test_marks_inside_scan_and_vmap():
 
     ratios = []
     for other in (loss, scanned, mapped):
-        tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
+        tx = kfac.adaptive_damping(sgd, 0.5, every=1)
         ratios.append(float(step_of(tx, other)(params, tx.init(params), batch)[1].reduction_ratio))
     np.testing.assert_allclose(ratios, ratios[0], rtol=1e-4)
 
@@ -397,12 +395,12 @@ def test_marks_inside_scan_and_vmap():
 )
 def test_arguments_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
-        kfac.presets.adaptive_damping(**({"optimizer": sgd, "initial": 1e-3} | options))
+        kfac.adaptive_damping(**({"optimizer": sgd, "initial": 1e-3} | options))
 
 
 def test_what_update_needs():
     params, batch = initial(), examples()
-    tx = kfac.presets.adaptive_damping(sgd, 0.5, every=1)
+    tx = kfac.adaptive_damping(sgd, 0.5, every=1)
     state, loss = tx.init(params), loss_of()
     for given in ((None, lambda p: loss(p, batch)), (params, None)):
         with pytest.raises(ValueError, match=r"needs the parameters and the loss: update\(.*, value_fn=lambda params"):

@@ -41,11 +41,11 @@ def layers():
     return kfac.find_layers(loss_fn, initial(), batches()[0])
 
 
-def four_lines(inverse, average=lambda tree: tree, distribution=None):
-    tx = kfac.kfac(0.05, layers(), inverse=inverse, inverse_every=3, distribution=distribution)
+def four_lines(preconditioner, average=lambda tree: tree, distribution=None):
+    tx = kfac.kfac(0.05, layers(), preconditioner=preconditioner, inverse_update_period=3, distribution=distribution)
 
     def step(params, opt_state, batch):
-        basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if inverse.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if preconditioner.takes_moments else {}
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch, **basis)
         loss, grads = average((loss, grads))
         opt_state = kfac.observe(opt_state, factors)
@@ -69,8 +69,8 @@ def average(tree):
     return lax.pmean(tree, "data")
 
 
-def under_pmap(inverse):
-    tx, step = four_lines(inverse, average, kfac.Distribution("data"))
+def under_pmap(preconditioner):
+    tx, step = four_lines(preconditioner, average, kfac.Distribution("data"))
     copies = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (DEVICES, *x.shape)))
     parts = functools.partial(jax.tree.map, lambda x: x.reshape(DEVICES, -1, *x.shape[1:]))
     pmap = functools.partial(jax.pmap, axis_name="data", devices=jax.devices()[:DEVICES])
@@ -85,9 +85,9 @@ def mesh_of(kind=AxisType.Auto):
     return jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,), devices=jax.devices()[:DEVICES])
 
 
-def under_shard_map(inverse, *, check=True, averaged=True, inside=True):
+def under_shard_map(preconditioner, *, check=True, averaged=True, inside=True):
     own = average if averaged else lambda pair: (average(pair[0]), pair[1])
-    tx, step = four_lines(inverse, own, None if check else kfac.Distribution("data"))
+    tx, step = four_lines(preconditioner, own, None if check else kfac.Distribution("data"))
     mesh, specs = mesh_of(), kfac.state.state_specs(tx, initial(), "data") if inside else P()
     over = functools.partial(jax.shard_map, mesh=mesh, check_vma=check)
     state = jit(over(tx.init, in_specs=P(), out_specs=specs))(initial()) if inside else tx.init(initial())
@@ -95,8 +95,8 @@ def under_shard_map(inverse, *, check=True, averaged=True, inside=True):
     return trained(step, initial(), state), state
 
 
-def over_mesh(inverse, *, kind=AxisType.Auto, known=False, split=False, traced=False, lies=True):
-    mesh, (tx, step) = mesh_of(kind), four_lines(inverse)
+def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, traced=False, lies=True):
+    mesh, (tx, step) = mesh_of(kind), four_lines(preconditioner)
 
     def spec(leaf):
         axis = next((k for k, n in enumerate(leaf.shape) if n % DEVICES == 0), None) if split else None
@@ -135,7 +135,7 @@ PROGRAMS = {  # and whether blocks have owners
     "the batch alone on explicit axes": (over_mesh, explicit | {"lies": False}, False),
 }
 # Of pmap tests/test_distributed.py shows the same, of gradients that are not averaged tests/test_layer_lengths.py.
-USUAL = {"Soap": ("explicit axes", "parameters that are split"), "Ekfac": ("shard_map",),
+USUAL = {"SOAP": ("explicit axes", "parameters that are split"), "EKFAC": ("shard_map",),
          "Cholesky": ("the batch alone on explicit axes",)}  # fmt: skip
 
 
@@ -145,34 +145,34 @@ NEEDS_SET_MESH = pytest.mark.xfail(jax.__version_info__ < (0, 10, 1), reason="ja
 
 
 def grid():
-    for inverse, usual in USUAL.items():
+    for preconditioner, usual in USUAL.items():
         for name in PROGRAMS:
             marks = [] if name in usual else [pytest.mark.slow]
             if name == "the batch alone on explicit axes":
                 marks.append(NEEDS_SET_MESH)
-            yield pytest.param(inverse, name, marks=marks, id=f"{inverse}, {name}")
+            yield pytest.param(preconditioner, name, marks=marks, id=f"{preconditioner}, {name}")
 
 
 @functools.cache
-def alone(inverse):
-    tx, step = four_lines(inverse)
+def alone(preconditioner):
+    tx, step = four_lines(preconditioner)
     return trained(jit(step), initial(), tx.init(initial()))
 
 
-@pytest.mark.parametrize(("inverse", "name"), list(grid()))
-def test_the_same_four_lines(inverse, name, x64):
-    inverse = getattr(kfac, inverse)()
+@pytest.mark.parametrize(("preconditioner", "name"), list(grid()))
+def test_the_same_four_lines(preconditioner, name, x64):
+    preconditioner = getattr(kfac, preconditioner)()
     run, options, dealt = PROGRAMS[name]
-    expected = alone(inverse)
-    found, state = run(inverse, **options)
-    assert {own.shard.devices for own in state_of(state).owned.values()} == {DEVICES if dealt else 1}
+    expected = alone(preconditioner)
+    found, state = run(preconditioner, **options)
+    assert {own.assignment.devices for own in state_of(state).owned.values()} == {DEVICES if dealt else 1}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_one_call_over_a_mesh(kind, x64):
-    step = kfac.train_step(loss_fn, 0.05, inverse_every=3)
+    step = kfac.train_step(loss_fn, 0.05, inverse_update_period=3)
     first = batches()[0]
     expected = trained(step, initial(), step.init(initial(), first))
     mesh = mesh_of(kind)
@@ -181,7 +181,7 @@ def test_one_call_over_a_mesh(kind, x64):
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     state = step.init(params, place(first))
     node = state_of(state)
-    assert {own.shard.devices for own in node.owned.values()} == {DEVICES}
+    assert {own.assignment.devices for own in node.owned.values()} == {DEVICES}
     assert bool(node.splits.specs) == (kind == AxisType.Auto)
     found = trained(step, params, state, place)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
@@ -221,8 +221,8 @@ def test_a_mesh_without_its_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [None, kfac.Cholesky()])
-def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
+@pytest.mark.parametrize("preconditioner", [None, kfac.Cholesky()])
+def test_an_owner_may_hold_single_blocks_of_several_shapes(preconditioner, x64):
     """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
     params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}
     params |= {"wide": normal(3, 8, 25) / 3, "back": normal(4, 25, 8) / 5, "head": normal(5, 8, 40) / 3}
@@ -234,7 +234,7 @@ def test_an_owner_may_hold_single_blocks_of_several_shapes(inverse, x64):
 
     batch = normal(6, N, 8)
     found = kfac.find_layers(loss, params, batch)
-    tx = kfac.kfac(0.05, found, inverse=inverse)
+    tx = kfac.kfac(0.05, found, preconditioner=preconditioner)
 
     @jax.jit
     def step(p, state, x):
@@ -266,9 +266,9 @@ def test_moments_where_a_piece_has_the_shape_of_a_whole_layer(x64):
         return jnp.mean(jnp.tanh(x[0] @ p["whole"]["w"] + p["whole"]["b"] + jnp.tanh(x[1] @ p["cut"])) ** 2)
 
     batch = normal(2, N, 6), normal(3, N, 21)
-    found = kfac.find_layers(loss, params, batch, max_dim=8)
+    found = kfac.find_layers(loss, params, batch, max_factor_dim=8)
     assert len({tuple(layer.block_shapes.items()) for layer in found}) == 1
-    tx = kfac.kfac(0.05, found, inverse=kfac.Ekfac())
+    tx = kfac.kfac(0.05, found, preconditioner=kfac.EKFAC())
 
     @jax.jit
     def step(p, state, x):

@@ -201,7 +201,7 @@ def by_groups(p, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_dim": 1}], ids=["whole", "diagonal"])
+@pytest.mark.parametrize("options", [{}, {"max_factor_dim": 1}], ids=["whole", "diagonal"])
 def test_ragged_products_are_those_of_each_group(options):
     params, x = inputs()
     layers, plain = (
@@ -308,4 +308,4 @@ def test_ragged_products_that_have_no_exact_rows():
 def test_rows_of_ragged_products_are_not_summed_by_example():
     params, x = inputs()
     with pytest.raises(ValueError, match="reduce: sums over the positions of each example are not known for 'up'"):
-        kfac.find_layers(ragged, params, x, SIZES, reduce=("up",))
+        kfac.find_layers(ragged, params, x, SIZES, kfac_reduce=("up",))

@@ -489,7 +489,7 @@ def check_own_factors(loss, params, x, reason):
     """The one kernel has the gradient's own factors, `strict` refuses it by name."""
     layers = kfac.find_layers(loss, params, x)
     (path,) = layers.paths
-    assert layers[0].kind == "gradient"
+    assert layers[0].kind == "gradient-factors"
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"'{path}' is read by conv_general_dilated.*: {reason}"):
         kfac.find_layers(loss, params, x, strict=True)
     assert kfac.find_layers(loss, params, x, strict=True, skip=(f"^{path}$",))[0].kind == "skipped"

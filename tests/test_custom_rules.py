@@ -74,7 +74,7 @@ def problem():
 def test_a_layer_inside_has_the_gradients_own_factors():
     params, batch = problem()
     layers = kfac.find_layers(custom, params, *batch)
-    assert kinds(layers) == {"first/b": "gradient", "first/w": "gradient", "last": "dense"}
+    assert kinds(layers) == {"first/b": "gradient-factors", "first/w": "gradient-factors", "last": "dense"}
     reason = r"is read by custom_jvp_call\(.*\n"
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"'first/b' {reason}.*'first/w' {reason}"):
         kfac.find_layers(custom, params, *batch, strict=True)
@@ -118,14 +118,14 @@ def test_a_custom_derivative_that_is_not_the_identity_has_the_gradients_own_fact
 
     params, batch = problem()
     layers = kfac.find_layers(loss, {"w": params["last"]}, *batch)
-    assert kinds(layers) == {"w": "gradient"}
+    assert kinds(layers) == {"w": "gradient-factors"}
 
 
 def test_a_mark_inside_is_refused():
     @jax.custom_jvp
     def head(w, x):
-        return kfac.output(x @ w, "gaussian")
+        return kfac.mark_output(x @ w, "gaussian")
 
     head.defjvp(lambda p, t: (head(*p), p[1] @ t[0] + t[1] @ p[0]))
-    with pytest.raises(ValueError, match=r"kfac.output cannot be followed inside custom_jvp_call"):
+    with pytest.raises(ValueError, match=r"kfac.mark_output cannot be followed inside custom_jvp_call"):
         kfac.find_layers(lambda p, x: jnp.mean(head(p["w"], x)), {"w": jnp.ones((D, D))}, jnp.ones((N, D)))

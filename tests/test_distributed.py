@@ -180,7 +180,7 @@ def assert_close(a, b, tolerance=1e-5):
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error}"
 
 
-AT_ONCE = (("inverse_every", 3), ("refresh_warmup", 1), ("damping", 1e-2))
+AT_ONCE = (("inverse_update_period", 3), ("interval_warmup_steps", 1), ("damping", 1e-2))
 
 
 # The other styles with averaged gradients: tests/test_any_mesh.py, and over a mesh where a state moves, below.
@@ -196,23 +196,28 @@ GRID = [
 @pytest.mark.parametrize(("style", "widths"), GRID)
 def test_several_devices_are_one(style, widths):
     """Nothing is said about devices."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
+    options = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-2}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
     assert_close(found, expected)
-    assert {own.shard.devices for own in sharded_state[0].owned.values()} == {DEVICES}
+    assert {own.assignment.devices for own in sharded_state[0].owned.values()} == {DEVICES}
     assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [MANY_LAYERS, FEW_LAYERS], ids=["many", "few"])
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
-def test_gradients_may_arrive_local(widths, inverse):
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(), kfac.SOAP()], ids=lambda kind: type(kind).__name__)
+def test_gradients_may_arrive_local(widths, preconditioner):
     """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": inverse}
-    options |= {"kl_clip": 1e-4} if not inverse.takes_gradients else {}
+    options = {
+        "inverse_update_period": 3,
+        "interval_warmup_steps": 1,
+        "damping": 1e-2,
+        "preconditioner": preconditioner,
+    }
+    options |= {"kl_clip": 1e-4} if not preconditioner.takes_gradients else {}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
-    assert inverse.takes_gradients or state[0].metrics.kl_clip_scale < 1
+    assert preconditioner.takes_gradients or state[0].metrics.kl_clip_scale < 1
     found, sharded = train_shard_map(params, data, layers, options, DEVICES, average=False)
     assert_close(found, expected, 1e-4)
     np.testing.assert_allclose(*(state_of(s).metrics.gradient_norm for s in (state, sharded)), rtol=1e-4)
@@ -222,7 +227,7 @@ def test_gradients_may_arrive_local(widths, inverse):
 @pytest.mark.parametrize("style", ["shard_map", "mesh"])
 def test_several_devices_are_one_with_eigendecompositions(style):
     """Also where a state goes to another number of devices on the way. By default tests/test_ekfac_steps.py does so."""
-    options = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2, "inverse": kfac.Eigh()}
+    options = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-2, "preconditioner": kfac.Eigh()}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
     state = kfac.state.scatter_state(jax.device_get(jax.jit(kfac.state.gather_state)(state)), 2)
@@ -230,7 +235,7 @@ def test_several_devices_are_one_with_eigendecompositions(style):
     assert_close(found, expected, 1e-4)
 
 
-MOVING = {"inverse_every": 3, "refresh_warmup": 1, "damping": 1e-2}
+MOVING = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-2}
 
 
 @pytest.mark.slow
@@ -298,7 +303,7 @@ def test_a_device_that_sees_nan_hangs_nobody():
     """Gradients left unaveraged, so that one device alone has a NaN: all devices leave the step out together."""
     params, data, layers, _, _ = one_device(FEW_LAYERS, AT_ONCE)
     devices = 4
-    tx = kfac.scale_by_kfac(layers, inverse_every=2, distribution=kfac.Distribution(AXIS))
+    tx = kfac.scale_by_kfac(layers, inverse_update_period=2, distribution=kfac.Distribution(AXIS))
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *x.shape)), params)
     state = jax.pmap(tx.init, axis_name=AXIS, devices=jax.devices()[:devices])(params)
 
@@ -315,7 +320,11 @@ def test_a_device_that_sees_nan_hangs_nobody():
     after = jax.tree.map(np.asarray, step(state, params, broken))
     assert (after.count == before.count).all() and (after.metrics.skipped_steps == 1).all()
     for name in before.owned:
-        jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.inverse, before.owned[name].blocks.inverse)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            after.owned[name].blocks.preconditioner,
+            before.owned[name].blocks.preconditioner,
+        )
         jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.factors, before.owned[name].blocks.factors)
     # Statistics alone: the gradient is good, so the step counts, and only the layers concerned leave theirs out.
     following = step(jax.tree.map(jnp.asarray, after), params, batch)

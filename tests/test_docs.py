@@ -114,13 +114,15 @@ def _options(function):
 def test_every_option_is_documented_with_its_default():
     preconditioner, whole, recipe = (
         {name: eval(default) for name, default in _table(heading).items() if default}
-        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "`large_batch` has all of these and")
+        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "`osawa2019` has all of these and")
     )
     assert preconditioner == _options(kfac.scale_by_kfac)
-    assert {name: preconditioner[name] for name in ("inverse_every", "distribution")} | whole == _options(kfac.kfac)
-    everything = _options(kfac.presets.large_batch)
+    assert {name: preconditioner[name] for name in ("inverse_update_period", "distribution")} | whole == _options(
+        kfac.kfac
+    )
+    everything = _options(kfac.presets.osawa2019)
     assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
-        "cost",
+        "overhead",
         "statistics_fraction",
         "step_norm",
         "adaptive_layer_rates",
@@ -149,7 +151,9 @@ def test_accumulated_factors_are_those_of_the_whole_batch(names):
 def test_reduced_precision_keeps_what_the_page_says(precision):
     assert {x.dtype for x in jax.tree.leaves((precision["params"], precision["factors"]))} == {jnp.dtype("float32")}
     owned = precision["opt_state"][0].owned
-    assert {x.dtype for own in owned.values() for x in jax.tree.leaves(own.blocks.inverse)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for own in owned.values() for x in jax.tree.leaves(own.blocks.preconditioner)} == {
+        jnp.dtype("bfloat16")
+    }
 
 
 def test_unscaled_statistics_are_those_of_the_loss_itself(precision):
@@ -177,7 +181,7 @@ def one_device(distributed):
     """The guides' optimizer on one device that has the whole batch: after each step its parameters and its state."""
     names = distributed
     params, batch, layers = names["params"], names["batch"], names["layers"]
-    tx = kfac.kfac(0.1, layers, inverse_every=3)
+    tx = kfac.kfac(0.1, layers, inverse_update_period=3)
     state = jax.jit(tx.init)(params)
 
     @jax.jit
@@ -211,7 +215,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     expected, _ = one_device[5]
     names, split = distributed, distributed["split"]
     mesh, batch = names["small_mesh"], names["batch"]
-    tx = kfac.kfac(0.1, names["layers"], inverse_every=3, distribution=kfac.Distribution("devices"))
+    tx = kfac.kfac(0.1, names["layers"], inverse_update_period=3, distribution=kfac.Distribution("devices"))
     specs = kfac.state.state_specs(tx, names["params"], "devices")
 
     def local_step(params, state, batch):

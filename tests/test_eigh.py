@@ -41,7 +41,7 @@ def setting(dtype=jnp.float64):
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
-        layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_dim=7)
+        layers = kfac.find_layers(loss_fn, params, normal(5, 2), jnp.arange(5), max_factor_dim=7)
 
     def moment(shape):
         lead, d = shape[:-1] if len(shape) != 1 else (), shape[-1]
@@ -81,10 +81,10 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
     assert diagonal == {"dense": "", "table": "A", "stacked": "", "wide": "G", "both": "AG"}
     tx = kfac.scale_by_kfac(
         layers,
-        inverse=kfac.Eigh(),
+        preconditioner=kfac.Eigh(),
         damping=lambda t: jnp.where(t < 1, 0.25, 2.0),
-        inverse_every=5,
-        refresh_warmup=0,
+        inverse_update_period=5,
+        interval_warmup_steps=0,
         distribution=kfac.Distribution(),
     )
     state = jax.jit(tx.init)(params)
@@ -112,12 +112,12 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.03)])
 def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     params, layers, factors, gradients = setting(jnp.float32)
-    tx = kfac.scale_by_kfac(layers, inverse=kfac.Eigh(precision), damping=0.3)
+    tx = kfac.scale_by_kfac(layers, preconditioner=kfac.Eigh(precision), damping=0.3)
     state = tx.init(params)
     updates, state = jax.jit(lambda g, s: tx.update(g, kfac.observe(s, factors)), compiler_options=FAST)(
         gradients, state
     )
-    vectors = state.owned["kronecker_4x3"].blocks.inverse.A
+    vectors = state.owned["kronecker_4x3"].blocks.preconditioner.A
     assert vectors.vectors.dtype == jnp.dtype(precision)
     assert vectors.values.dtype == jnp.float32
     for found, solved in zip(jax.tree.leaves(updates), dense_solves(layers, factors, gradients, 0.3), strict=True):
@@ -128,13 +128,13 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
-    inverse = kfac.Eigh(precision)
-    tx = kfac.kfac(0.1, layers, inverse=inverse, step_norm=None)
+    preconditioner = kfac.Eigh(precision)
+    tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, step_norm=None)
     state = state_of(jax.eval_shape(tx.init, params))
-    kept = [(block.factors, block.inverse) for block in state.blocks.values()]
-    kept = kept, state.bases, [block.motion for block in state.blocks.values()]
+    kept = [(block.factors, block.preconditioner) for block in state.blocks.values()]
+    kept = kept, state.bases, [block.momentum_state for block in state.blocks.values()]
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
-    plan = kfac.planning.Assignment(layers, inverse=inverse)
+    plan = kfac.planning.Assignment(layers, preconditioner=preconditioner)
     assert plan.memory_per_device == held
 
 
@@ -152,7 +152,7 @@ def test_a_decomposition_that_fails_leaves_the_last_one_of_both_sides():
     previous = jax.tree.map(lambda x: Eigen(jnp.full(x.shape, 7.0), jnp.full(x.shape[:2], 7.0)), factors)
     new = jax.jit(lambda: refresh(kfac.Eigh(), previous, factors, jnp.ones(2, bool), jnp.float32(1e-3)))()
     np.testing.assert_array_equal(new.valid, [False, True])
-    for side, stack in ((new.inverse.A, factors.A), (new.inverse.G, factors.G)):
+    for side, stack in ((new.preconditioner.A, factors.A), (new.preconditioner.G, factors.G)):
         np.testing.assert_array_equal(side.vectors[0], 7)
         np.testing.assert_array_equal(side.values[0], 7)
         q = np.asarray(side.vectors[1])
@@ -164,12 +164,12 @@ def test_a_damping_that_went_astray_is_a_skipped_step():
     params, layers, factors, gradients = setting(jnp.float32)
 
     def step(state, damping):
-        tx = plain_kfac(0.1, layers, inverse=kfac.Eigh(), damping=lambda count: damping)
+        tx = plain_kfac(0.1, layers, preconditioner=kfac.Eigh(), damping=lambda count: damping)
         state = kfac.observe(state, factors)
         return tx.update(gradients, state, params)
 
     step = jax.jit(step, compiler_options=FAST)
-    _, good = step(plain_kfac(0.1, layers, inverse=kfac.Eigh()).init(params), 1e-2)
+    _, good = step(plain_kfac(0.1, layers, preconditioner=kfac.Eigh()).init(params), 1e-2)
     for damping in (0.0, -1.0, np.nan):
         updates, state = step(good, damping)
         assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(updates))

@@ -140,7 +140,7 @@ SETTINGS = [*((case, ()) for case in DENSE), *((case, (".",)) for case in ("posi
 def test_dense_layers(x64, case, reduce):
     loss, inputs, shapes = DENSE[case]
     n = inputs[0]
-    check_moments(loss, parameters(shapes), (normal(1, *inputs), normal(2, n, 300)), find={"reduce": reduce})
+    check_moments(loss, parameters(shapes), (normal(1, *inputs), normal(2, n, 300)), find={"kfac_reduce": reduce})
 
 
 def test_a_kernel_times_a_number(x64):
@@ -227,7 +227,7 @@ def test_every_kth_example(x64):
 def tokens(p, x, t):
     """A mark makes the loss a mean over tokens; those of the first layer have further positions."""
     h = jnp.sum(jnp.tanh(x @ p["first"]), axis=2)
-    logits = kfac.output(h @ p["second"], "categorical")
+    logits = kfac.mark_output(h @ p["second"], "categorical")
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * t, axis=-1))
 
 
@@ -271,8 +271,8 @@ def test_layers_without_a_correction(x64):
 
     params = parameters({"table": (7, 4), "twice": (4, 4), "once": (4, 3), "wide": (3, 9)})
     batch = jnp.arange(N), normal(2, N, 300)
-    layers, factors = check_moments(loss, params, batch, find={"max_dim": 8})
-    assert [layer.name for layer in layers if layer.correctable] == ["once"]
+    layers, factors = check_moments(loss, params, batch, find={"max_factor_dim": 8})
+    assert [layer.name for layer in layers if layer.supports_ekfac] == ["once"]
     assert set(kfac.curvature.eigenbasis(factors, layers)) == {"once"}
 
 
@@ -312,7 +312,7 @@ def test_micro_batches_and_loss_scale(x64):
 def classifier(p, x, labels):
     h = lax.conv_general_dilated(x, p["conv"]["w"], (1, 1), "SAME", dimension_numbers=LAYOUTS[0])
     h = jnp.mean(jnp.tanh(h + p["conv"]["b"]), axis=(1, 2))
-    logits = kfac.output(h @ p["dense"]["w"] + p["dense"]["b"], "categorical")
+    logits = kfac.mark_output(h @ p["dense"]["w"] + p["dense"]["b"], "categorical")
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
 
 

@@ -1,4 +1,4 @@
-"""The optimizer with `inverse=kfac.Ekfac()`: what it keeps and applies, against NumPy; several devices; refusals.
+"""The optimizer with `preconditioner=kfac.EKFAC()` against NumPy, on several devices, and its errors.
 
 One test uses the inside of `_curvature.ekfac`: how moments turn from basis to basis.
 """
@@ -49,24 +49,24 @@ def kept(state):
     as_numpy = jax.tree.map(lambda x: np.asarray(x, np.float64), blocks)
     found = {}
     for k, name in enumerate(("first", "out")):
-        sides = as_numpy.inverse.A, as_numpy.inverse.G
+        sides = as_numpy.preconditioner.A, as_numpy.preconditioner.G
         found[name] = {
             "Q": [side.vectors[k] for side in sides],
             "l": [side.values[k] for side in sides],
-            "s": as_numpy.inverse.moments.average[k],
-            "weight": as_numpy.inverse.moments.weight[k],
+            "s": as_numpy.preconditioner.moments.average[k],
+            "weight": as_numpy.preconditioner.moments.weight[k],
         }
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse_every", [1, 3])
-def test_steps_against_numpy(inverse_every):
+@pytest.mark.parametrize("inverse_update_period", [1, 3])
+def test_steps_against_numpy(inverse_update_period):
     """Moments are averaged in the basis they were measured in, turned with it, and divide the gradient."""
     decay, warmup = 0.5, 1
     tx = kfac.scale_by_kfac(
-        LAYERS, inverse=kfac.Ekfac(), damping=LAMBDA, factor_decay=decay, inverse_every=inverse_every,
-        refresh_warmup=warmup,
+        LAYERS, preconditioner=kfac.EKFAC(), damping=LAMBDA, factor_ema_decay=decay,
+        inverse_update_period=inverse_update_period, interval_warmup_steps=warmup,
     )  # fmt: skip
     state = jax.jit(tx.init)(problem.initial())
     step = stepper(tx)
@@ -93,7 +93,7 @@ def test_steps_against_numpy(inverse_every):
             expected = g @ ((g.T @ matrices(grads)[name] @ a) / (values + LAMBDA)) @ a.T
             np.testing.assert_allclose(matrices(updates)[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     # Of two blocks in five steps: all, and those of one refresh.
-    assert turned == {1: 10, 3: 2}[inverse_every]
+    assert turned == {1: 10, 3: 2}[inverse_update_period]
 
 
 def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
@@ -123,7 +123,9 @@ def test_a_rounded_basis_that_stays_loses_nothing_of_the_sum():
 
 @pytest.mark.slow
 def test_statistics_that_are_not_finite_leave_moments_alone():
-    tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), damping=LAMBDA, inverse_every=5, refresh_warmup=1)
+    tx = kfac.scale_by_kfac(
+        LAYERS, preconditioner=kfac.EKFAC(), damping=LAMBDA, inverse_update_period=5, interval_warmup_steps=1
+    )
     state = jax.jit(tx.init)(problem.initial())
     step = stepper(tx)
     for t in range(3):
@@ -147,7 +149,7 @@ def whole(style, options, steps=4):
     axis = None if style in ("one", "mesh") else "devices"
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("devices",), axis_types=(AxisType.Auto,))
     where = kfac.Distribution(axis, mesh if style == "mesh" else None)
-    tx = kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), damping=LAMBDA, distribution=where, **options)
+    tx = kfac.scale_by_kfac(LAYERS, preconditioner=kfac.EKFAC(), damping=LAMBDA, distribution=where, **options)
 
     def step(state, batch):
         basis = kfac.curvature.eigenbasis(state, LAYERS)
@@ -163,7 +165,7 @@ def whole(style, options, steps=4):
         state = jax.pmap(tx.init, axis_name=axis, devices=jax.devices()[:DEVICES])(copies)
         step = jax.pmap(step, axis_name=axis, devices=jax.devices()[:DEVICES])
     elif style == "shard_map":
-        specs = kfac.state.state_specs(kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac()), params, "devices")
+        specs = kfac.state.state_specs(kfac.scale_by_kfac(LAYERS, preconditioner=kfac.EKFAC()), params, "devices")
         state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))(params)
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, split), out_specs=(same, specs)))
     elif style == "mesh":
@@ -185,13 +187,13 @@ def whole(style, options, steps=4):
 
 
 @functools.cache
-def on_one_device(inverse_every):
-    return whole("one", {"inverse_every": inverse_every, "refresh_warmup": 1})
+def on_one_device(inverse_update_period):
+    return whole("one", {"inverse_update_period": inverse_update_period, "interval_warmup_steps": 1})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("style", "inverse_every"),
+    ("style", "inverse_update_period"),
     [
         ("shard_map", 3),
         ("mesh", 3),
@@ -199,16 +201,16 @@ def on_one_device(inverse_every):
         ("shard_map", 1),
     ],
 )
-def test_several_devices_are_one(style, inverse_every):
+def test_several_devices_are_one(style, inverse_update_period):
     """Each has a third of the examples, all have the bases, and each the moments of what it owns."""
-    updates, state = whole(style, {"inverse_every": inverse_every, "refresh_warmup": 1})
-    expected, one = on_one_device(inverse_every)
+    updates, state = whole(style, {"inverse_update_period": inverse_update_period, "interval_warmup_steps": 1})
+    expected, one = on_one_device(inverse_update_period)
     assert_close(updates, expected, rtol=2e-4)
     gather = jax.jit(kfac.state.gather_state)
     portable = gather(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
-    moments = state_of(portable).owned["kronecker_4x4"].blocks.inverse.moments
-    assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.inverse.moments, rtol=2e-3)
+    moments = state_of(portable).owned["kronecker_4x4"].blocks.preconditioner.moments
+    assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.preconditioner.moments, rtol=2e-3)
     # And back: as many devices, or others, go on with the same bases.
     for devices in (DEVICES, 2):
         scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")
@@ -219,14 +221,18 @@ def test_several_devices_are_one(style, inverse_every):
 
 
 def test_the_plan_counts_the_bytes_of_the_state():
-    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Ekfac(), step_norm=None)
+    tx = kfac.kfac(0.1, LAYERS, preconditioner=kfac.EKFAC(), step_norm=None)
     state = state_of(jax.eval_shape(tx.init, problem.initial()))
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves([block.motion for block in state.blocks.values()]))
+    held = sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves([block.momentum_state for block in state.blocks.values()])
+    )
     for block in state.blocks.values():
-        held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((block.factors, block.inverse)))
-    one, several = (kfac.planning.Assignment(LAYERS, devices=devices, inverse=kfac.Ekfac()) for devices in (1, DEVICES))
+        held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((block.factors, block.preconditioner)))
+    one, several = (
+        kfac.planning.Assignment(LAYERS, devices=devices, preconditioner=kfac.EKFAC()) for devices in (1, DEVICES)
+    )
     assert one.memory_per_device == held
-    plain = kfac.planning.Assignment(LAYERS, devices=DEVICES, inverse=kfac.Eigh())
+    plain = kfac.planning.Assignment(LAYERS, devices=DEVICES, preconditioner=kfac.Eigh())
     # Two blocks of 4 x 4: each has moments and their weight on its owner, and eigenvectors on every device.
     assert several.memory_per_device - plain.memory_per_device == 4 * (16 + 1 + 2 * 2 * 16)
     # In three pieces: of eigenvectors, and of triangles with and without moments.
@@ -241,7 +247,8 @@ def test_an_axis_of_one_device():
     """Its state is that of no axis."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",), axis_types=(AxisType.Auto,))
     alone, meshed = (
-        kfac.scale_by_kfac(LAYERS, inverse=kfac.Ekfac(), distribution=kfac.Distribution(mesh=m)) for m in (None, mesh)
+        kfac.scale_by_kfac(LAYERS, preconditioner=kfac.EKFAC(), distribution=kfac.Distribution(mesh=m))
+        for m in (None, mesh)
     )
     state = jax.jit(alone.init)(problem.initial())
     grads, factors, expected, _ = stepper(alone)(state, problem.batch(0))
@@ -258,20 +265,26 @@ def test_an_axis_of_one_device():
 @pytest.mark.slow
 def test_what_does_not_go_together_is_refused():
     params, batch = problem.initial(), problem.batch(0)
-    tx, eigh = (kfac.scale_by_kfac(LAYERS, inverse=inverse) for inverse in (kfac.Ekfac(), kfac.Eigh()))
+    tx, eigh = (
+        kfac.scale_by_kfac(LAYERS, preconditioner=preconditioner) for preconditioner in (kfac.EKFAC(), kfac.Eigh())
+    )
     state, other = jax.jit(tx.init)(params), jax.jit(eigh.init)(params)
     grads, plain = problem.measured(0)
     basis = kfac.curvature.eigenbasis(state, LAYERS)
     _, _, factors = measure()(params, batch, basis=basis)
     with pytest.raises(
-        ValueError, match=r"layer 'first' have no moments, which inverse=Ekfac.*basis=kfac.curvature.eigenbasis"
+        ValueError, match=r"layer 'first' have no moments, which preconditioner=EKFAC.*basis=kfac.curvature.eigenbasis"
     ):
         kfac.observe(state, plain)
-    with pytest.raises(ValueError, match=r"layer 'first' have moments.*no use: choose inverse=kfac.Ekfac"):
+    with pytest.raises(ValueError, match=r"layer 'first' have moments.*no use: choose preconditioner=kfac.EKFAC"):
         kfac.observe(other, factors)
-    with pytest.raises(ValueError, match=r"inverse=Ekfac.*, but the optimizer state is one for inverse=Eigh"):
+    with pytest.raises(
+        ValueError, match=r"preconditioner=EKFAC.*, but the optimizer state is one for preconditioner=Eigh"
+    ):
         tx.update(grads, other)
-    with pytest.raises(ValueError, match=r"inverse=Eigh.*, but the optimizer state is one for inverse=Ekfac"):
+    with pytest.raises(
+        ValueError, match=r"preconditioner=Eigh.*, but the optimizer state is one for preconditioner=EKFAC"
+    ):
         eigh.update(grads, state)
     with pytest.raises(ValueError, match="basis without layer 'out'"):
         measure()(params, batch, basis={"first": basis["first"]})
@@ -279,7 +292,9 @@ def test_what_does_not_go_together_is_refused():
         measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
     with pytest.raises(ValueError, match=r"basis is of type tuple: pass basis=kfac.curvature.eigenbasis"):
         measure()(params, batch, basis=(1, 2))
-    with pytest.raises(ValueError, match=r"source must be a state with inverse=kfac.Ekfac\(\), but is one with Eigh"):
+    with pytest.raises(
+        ValueError, match=r"source must be a state with preconditioner=kfac.EKFAC\(\), but is one with Eigh"
+    ):
         kfac.curvature.eigenbasis(other, LAYERS)
     with pytest.raises(ValueError, match=r"source must hold one state of scale_by_kfac.* holds 0"):
         kfac.curvature.eigenbasis({"a": 1}, LAYERS)
@@ -296,7 +311,7 @@ def test_layers_whose_examples_are_not_told_apart_have_no_moments():
     params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 5, 3))
     layers = kfac.find_layers(loss, params, x)
     assert layers["w"].kind == "dense" and layers["w"].uses == 1
-    assert not layers["w"].told_apart and not layers["w"].correctable
+    assert not layers["w"].has_example_gradients and not layers["w"].supports_ekfac
     _, _, factors = kfac.value_and_grad(loss, layers)(params, x, basis={})
     assert factors["w"].moments is None
     with pytest.raises(ValueError, match="basis with layer 'w'"):

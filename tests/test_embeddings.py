@@ -177,7 +177,7 @@ def test_rows_of_several_axes_may_be_kernels(x64):
     """As those that a class chooses; a factor of all their entries would be too large."""
     params, batch = {"table": normal(1, V, D, D)}, (tokens(), normal(2, N, D))
     layers = kfac.find_layers(lambda p, i, x: jnp.mean(jnp.einsum("nd,ndk->nk", x, p["table"][i]) ** 2), params, *batch)
-    assert kinds(layers) == {"table": "gradient"}
+    assert kinds(layers) == {"table": "gradient-factors"}
     assert "it is not looked up row by row" in layers["table"].note
 
 
@@ -300,7 +300,7 @@ def test_other_lookups_have_the_gradients_own_factors(x64, case):
     params = {"table": normal(1, V, D), "out": normal(2, D, D)}
     batch = (tokens(T), normal(4, N, T, D), normal(3, N, 60))
     layers, _, factors = run(loss, params, batch)
-    assert kinds(layers) == {"out": "dense", "table": "gradient"}
+    assert kinds(layers) == {"out": "dense", "table": "gradient-factors"}
     assert reason in layers["table"].note
     assert list(factors) == ["out"]
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by .*{reason}"):
@@ -383,7 +383,7 @@ def test_tied_tables_are_one_block(case):
 )
 def test_a_lookup_and_a_product_in_one_direction_have_the_gradients_own_factors(loss, reason):
     params, batch = {"table": jnp.ones((V, D))}, (tokens(T), jnp.ones((N, 60)))
-    assert kinds(kfac.find_layers(loss, params, *batch)) == {"table": "gradient"}
+    assert kinds(kfac.find_layers(loss, params, *batch)) == {"table": "gradient-factors"}
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by {reason}(.|\n)*skip="):
         kfac.find_layers(loss, params, *batch, strict=True)
 
@@ -437,7 +437,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
         a, g = np.diag(factors[name].A), np.asarray(factors[name].G)
         np.testing.assert_allclose(updates[name], dense_step(params, grads[name], a, g, 2**-7), rtol=1e-8)
     group = state.owned[f"kronecker_{D}x{V}_diagonal_A"].blocks
-    assert group.factors.A.shape == (2, V) and group.inverse.G.shape == (2, D, D)
+    assert group.factors.A.shape == (2, V) and group.preconditioner.G.shape == (2, D, D)
     assert np.isfinite(kfac.diagnostics(state)["condition"])
     # A row that is never looked up gets no gradient and no infinite step.
     assert np.all(np.asarray(updates["table"])[2] == 0)
@@ -452,22 +452,22 @@ def loss_of_words(params, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("inverse", "split"),
+    ("preconditioner", "split"),
     [
-        pytest.param(kfac.Soap(relative=True), True, id="Soap"),
+        pytest.param(kfac.SOAP(relative=True), True, id="SOAP"),
         pytest.param(kfac.Eigh(relative=True), False, id="Eigh"),
     ],
 )
-def test_devices_share_the_rows_of_a_table(inverse, split, x64):
+def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
     """In pieces, of which three devices have some each: with a momentum, rates of layers and lengths of steps."""
     rng = np.random.default_rng(0)
     params = {"table": jnp.asarray(rng.normal(size=(8_201, 6))), "head": jnp.asarray(rng.normal(size=(6, 30_001)))}
     batches = [(rng.integers(0, 50, 12), rng.integers(0, 30_001, 12)) for _ in range(3)]
     layers = kfac.find_layers(loss_of_words, params, batches[0])
-    assert {layer.name: (layer.diagonal, layer.cut) for layer in layers} == {
+    assert {layer.name: (layer.diagonal, layer.num_blocks) for layer in layers} == {
         "head": (("G",), (1, 8)), "table": (("A",), (4, 1)),
     }  # fmt: skip
-    tx = kfac.kfac(0.05, layers, inverse_every=3, inverse=inverse)
+    tx = kfac.kfac(0.05, layers, inverse_update_period=3, preconditioner=preconditioner)
 
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_of_words, layers)(params, batch)
@@ -504,7 +504,7 @@ def test_devices_share_the_rows_of_a_table(inverse, split, x64):
 
 def test_the_plan_counts_a_diagonal_as_one():
     *_, layers = problem(jnp.float32)
-    plan = kfac.planning.Assignment(layers, devices=1, inverse=kfac.Cholesky())
+    plan = kfac.planning.Assignment(layers, devices=1, preconditioner=kfac.Cholesky())
     table = V + D * D
     assert sum(plan.cost_per_device) == 2 * (V + D**3) + 2**3 + D**3
     momentum = 4 * sum(layer.num_params for layer in layers)

@@ -32,7 +32,7 @@ def parameters():
 
 def loss_of(model, likelihood):
     def loss(p, x):
-        z = kfac.output(model(p, x), likelihood)
+        z = kfac.mark_output(model(p, x), likelihood)
         return nll(likelihood, z, targets(likelihood, z)).mean()
 
     return loss
@@ -97,7 +97,7 @@ def test_the_empirical_fisher(x64, likelihood):
     t = targets(likelihood, network(params, x))
 
     def loss(p, x, t):
-        return nll(likelihood, kfac.output(network(p, x), likelihood), t).mean()
+        return nll(likelihood, kfac.mark_output(network(p, x), likelihood), t).mean()
 
     gradients = columns(example_gradients(loss, params, (x, t)))
     expected = {name: N * g.T @ g for name, g in gradients.items()}
@@ -113,7 +113,7 @@ def test_sequences_by_token_and_by_example(x64):
     assert_same(found(loss, params, x, num_examples=N), by_example)
 
     def total(p, x):
-        z = kfac.output(network(p, x), "categorical")
+        z = kfac.mark_output(network(p, x), "categorical")
         return nll("categorical", z, jnp.eye(OUT)[0]).sum(-1).mean()
 
     gradients = columns(example_gradients(total, params, (x,)))
@@ -141,7 +141,7 @@ def test_two_outputs_add_up(x64):
         return jnp.square(network(p, x))
 
     def loss(p, x):
-        one, two = kfac.output(network(p, x), "categorical"), kfac.output(squares(p, x), "gaussian")
+        one, two = kfac.mark_output(network(p, x), "categorical"), kfac.mark_output(squares(p, x), "gaussian")
         return nll("categorical", one, jnp.eye(OUT)[0]).mean() + nll("gaussian", two, 0.0).mean()
 
     one = true_fisher(network, "categorical", params, x, N)
@@ -183,13 +183,13 @@ def test_an_output_inside_a_scan(x64):
 
     def loss(p, x):
         def step(total, x):
-            z = kfac.output(network(p, x), "categorical")
+            z = kfac.mark_output(network(p, x), "categorical")
             return total + nll("categorical", z, targets("categorical", z)).sum(), None
 
         return lax.scan(step, 0.0, x)[0] / (x.shape[0] * x.shape[1])
 
     layers = kfac.find_layers(loss, params, x)
-    assert not layers.hidden
+    assert not layers.unknown_batch_reason
     names = [layer.name for layer in layers.with_factors]
     expected = true_fisher(network, "categorical", params, x, T * N)
     blocks = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, names=names, num_examples=N))(params, x)
@@ -282,7 +282,7 @@ def test_bad_arguments_are_errors():
     with pytest.raises(ValueError, match="the exact Fisher matrix needs the output"):
         fisher_blocks(lambda p, x: jnp.mean(x @ p["w"]), layers)(params, x)
     with pytest.raises(ValueError, match="loss_fn has other layers"):
-        fisher_blocks(lambda p, x: kfac.output(x @ p["w"].reshape(OUT, D).T, "gaussian").mean(), layers)(params, x)
+        fisher_blocks(lambda p, x: kfac.mark_output(x @ p["w"].reshape(OUT, D).T, "gaussian").mean(), layers)(params, x)
     with pytest.raises(ValueError, match=r"exact has shape \[2, 2\], but approximation \[3, 3\]"):
         kfac.curvature.exact.error(jnp.eye(2), jnp.eye(3))
     with pytest.raises(ValueError, match=r"a block of shape \[2, 2\] is not that of dense layer 'w'"):

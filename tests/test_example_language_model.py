@@ -91,7 +91,7 @@ def test_every_parameter_has_the_block_that_its_kind_has():
         "positions": ("diagonal", 1),
         "tokens": ("embedding", 1),
     }
-    assert not any(layer.kind == "gradient" for layer in layers)
+    assert not any(layer.kind == "gradient-factors" for layer in layers)
 
 
 def test_both_optimizers_learn():

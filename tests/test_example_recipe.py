@@ -61,7 +61,9 @@ def test_the_configurations_are_those_of_the_table(name):
     # 8,192 needs 5,474 steps for 35 epochs; the published run had four more.
     assert abs(cfg.total_steps(c, IMAGENET) - TABLE[name][-1]) <= (4 if name == "bs8k" else 0)
     assert c.local_batch == 32 and c.arch == "resnet50d" and c.rescale and c.erasing == "in-place"
-    assert c.factor_decay == c.weight_decay == c.warmup_epochs == 0 and c.factor_every == c.inverse_every == 1
+    assert (
+        c.factor_ema_decay == c.weight_decay == c.warmup_epochs == 0 and c.factor_every == c.inverse_update_period == 1
+    )
 
 
 @pytest.mark.parametrize("name", recipe.CONFIGS)
@@ -91,7 +93,7 @@ def test_without_a_configuration_all_data_get_the_default_of_the_package():
     for data in (["--data", "digits"], ["--data", "synthetic"], ["--data-dir", "."]):
         config = resolved(*data)
         assert (config.step_norm, config.learning_rate, config.factor_every) == ("spectral", 0.1, "auto")
-        assert config.damping is None and config.factor_decay is None and config.trust_ratio is None
+        assert config.damping is None and config.factor_ema_decay is None and config.trust_ratio is None
     recipe_of = resolved("--config", "bs128k", "--data", "synthetic")
     assert (recipe_of.step_norm, recipe_of.trust_ratio) == ("none", 0.0)
     assert (recipe_of.damping, recipe_of.factor_every) == (1e-4, 1)
@@ -100,7 +102,7 @@ def test_without_a_configuration_all_data_get_the_default_of_the_package():
 def test_without_a_step_norm_there_may_be_a_trust_ratio():
     plain, turned = resolved("--step-norm", "none"), resolved("--step-norm", "none", "--trust-ratio", 0.5)
     assert (plain.trust_ratio, turned.trust_ratio) == (0.0, 0.5)
-    assert (plain.damping, plain.learning_rate, plain.inverse) == (1e-2, 0.02, "cholesky")
+    assert (plain.damping, plain.learning_rate, plain.preconditioner) == (1e-2, 0.02, "cholesky")
     spectral = resolved("--config", "bs128k", "--data", "synthetic", "--step-norm", "spectral")
     assert spectral.step_norm == "spectral" and spectral.damping == 1e-4
 

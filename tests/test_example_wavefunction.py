@@ -99,7 +99,7 @@ def test_both_losses_have_the_gradient_of_the_energy(vmc, small, title, x64):
         _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=len(x)))(params, x)
         np.testing.assert_allclose(ravel_pytree(grads)[0], expected, atol=1e-10)
         # What is inside of a rule of its own has no exact rows.
-        exact = {layer.name for layer in layers if layer.kind != "gradient"}
+        exact = {layer.name for layer in layers if layer.kind != "gradient-factors"}
         assert set(factors) == exact == ({layer.name for layer in layers} if loss is losses[0] else set())
 
 

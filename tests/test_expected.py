@@ -113,7 +113,7 @@ def test_marks_in_a_scan_and_one_prediction_for_many_positions():
 
     def scanned(p, x):
         def one(total, part):
-            z = kfac.output(network(Hook(), p, part), "categorical")
+            z = kfac.mark_output(network(Hook(), p, part), "categorical")
             return total - jax.nn.log_softmax(z)[:, 0].mean() / T, None
 
         return lax.scan(one, jnp.zeros(()), x.swapaxes(0, 1))[0]
@@ -142,9 +142,9 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
     variance = 0.5 + jnp.arange(OUT)
 
     def loss(p, x, edge):
-        z = kfac.output(network(Hook(), p, x), "gaussian", variance=variance)
+        z = kfac.mark_output(network(Hook(), p, x), "gaussian", variance=variance)
         inner = 0.5 * (z**2 / variance).sum(-1).mean()
-        border = kfac.output(network(Hook(), p, edge), "residual", weight=ratio)
+        border = kfac.mark_output(network(Hook(), p, edge), "residual", weight=ratio)
         return inner + 3 * 0.5 * (border**2).sum(-1).mean()
 
     def plain(p, x):  # what both terms are, as rows of one least-squares problem

@@ -50,7 +50,7 @@ def spoil(tree, *path, value=float("nan")):
 def without(state, *metrics):
     """The state less some of its counters, whether it comes from a refused step, and what is due before the next."""
     return state._replace(
-        refused=jnp.array(False),
+        step_rejected=jnp.array(False),
         due=jnp.array(False),
         metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))),
     )
@@ -85,7 +85,7 @@ def test_only_the_layer_with_bad_statistics_leaves_them_out(clean, layer, factor
             assert_equal(jax.tree.map(lambda x: x[k], found[group]), jax.tree.map(lambda x: x[k], kept[group]))  # noqa: B023
     assert state.metrics.skipped_statistics == 1
     assert state.metrics.skipped_steps == 0
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((field_of(state, "inverse"), updates)))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((field_of(state, "preconditioner"), updates)))
     # The next good statistics go on from there.
     _, state, _ = step(*measured(3)[:1], state, params, measured(3)[1])
     assert state.metrics.skipped_statistics == 1
@@ -105,7 +105,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 
 @pytest.fixture(scope="module")
 def before_refresh():
-    options = {"weight_decay": 0.1, "kl_clip": 1e-3, "inverse_every": 3, "refresh_warmup": 0}
+    options = {"weight_decay": 0.1, "kl_clip": 1e-3, "inverse_update_period": 3, "interval_warmup_steps": 0}
     tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(), **options)
     return stepper(tx), jax.jit(kfac.observe, compiler_options=QUICKLY), history(tx, steps=3)
 
@@ -126,7 +126,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
     measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age", "skipped_steps")
     assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
     assert_equal(bad[1], state[1])
-    assert state_of(bad).refused and not state_of(state).refused
+    assert state_of(bad).step_rejected and not state_of(state).step_rejected
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
     assert kfac.diagnostics(bad)["skipped_statistics"] == 0
     # The next good step is the one that this step should have been.
@@ -253,7 +253,7 @@ def indefinite(factors, layer):
 
 @pytest.fixture(scope="module")
 def forgetful():
-    tx = kfac.scale_by_kfac(layers(), factor_decay=0.0)
+    tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.0)
     return stepper(tx), run(tx, steps=1)[1]
 
 
@@ -267,8 +267,8 @@ def test_a_block_that_cannot_be_inverted_keeps_its_last_inverse(forgetful, layer
     for name, (group, k) in STACKS.items():
         expected = state if name == layer else good
         for found, right in zip(
-            jax.tree.leaves(field_of(bad, "inverse")[group]),
-            jax.tree.leaves(field_of(expected, "inverse")[group]),
+            jax.tree.leaves(field_of(bad, "preconditioner")[group]),
+            jax.tree.leaves(field_of(expected, "preconditioner")[group]),
             strict=True,
         ):
             assert_close(found[k], right[k], 0 if name == layer else 1e-6)
@@ -276,7 +276,7 @@ def test_a_block_that_cannot_be_inverted_keeps_its_last_inverse(forgetful, layer
     # Good statistics end it.
     _, after, _ = step(grads, bad, initial(), factors)
     assert after.metrics.failed_inversions == 1
-    assert_close(field_of(after, "inverse"), field_of(good, "inverse"), 1e-6)
+    assert_close(field_of(after, "preconditioner"), field_of(good, "preconditioner"), 1e-6)
 
 
 def test_a_block_that_never_was_inverted_passes_through():
@@ -292,7 +292,7 @@ def test_training_survives_a_damping_that_a_schedule_lets_go_astray():
     damping = lambda t: jnp.asarray([0.1, -1.0, jnp.nan, 0.0, 0.1])[t]  # noqa: E731
     tx = plain_kfac(0.01, layers(), damping=damping)
     for params, state, _ in history(tx, steps=5):
-        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((params, field_of(state, "inverse"))))
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((params, field_of(state, "preconditioner"))))
     assert kfac.diagnostics(state)["failed_inversions"] >= 8
     assert kfac.diagnostics(state)["damping"] == np.float32(0.1)
 
@@ -379,7 +379,7 @@ def test_bad_activations_leave_everything_as_it_was(clean, value):
     grads, factors = _gradients(params, (x.at[3, 1].set(value), labels))
     assert not all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
     observed = jax.jit(kfac.observe)(state, factors)
-    for field in ("factors", "weight", "inverse", "condition"):
+    for field in ("factors", "weight", "preconditioner", "condition"):
         assert_equal(field_of(observed, field), field_of(state, field))
     _, bad, _ = step(grads, observed, params)
     measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age")
@@ -418,11 +418,11 @@ def test_factors_of_low_rank_or_none_are_inverted(forgetful, layer):
         assert after.metrics.failed_inversions == 0
         group, k = STACKS[layer]
         assert differ(
-            jax.tree.map(lambda x: x[k], field_of(after, "inverse")[group]),  # noqa: B023
-            jax.tree.map(lambda x: x[k], field_of(state, "inverse")[group]),  # noqa: B023
+            jax.tree.map(lambda x: x[k], field_of(after, "preconditioner")[group]),  # noqa: B023
+            jax.tree.map(lambda x: x[k], field_of(state, "preconditioner")[group]),  # noqa: B023
         )
-        for inverse in jax.tree.leaves(field_of(after, "inverse")):
-            assert np.all(np.linalg.eigvalsh(inverse) > 0)
+        for preconditioner in jax.tree.leaves(field_of(after, "preconditioner")):
+            assert np.all(np.linalg.eigvalsh(preconditioner) > 0)
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
 
 
@@ -435,8 +435,8 @@ def test_an_inverse_outlives_any_number_of_failures_in_a_row(forgetful, layer):
         grads, factors = measured(failures)
         _, last, updates = step(grads, last, initial(), indefinite(factors, layer))
         for found, kept in zip(
-            jax.tree.leaves(field_of(last, "inverse")[group]),
-            jax.tree.leaves(field_of(state, "inverse")[group]),
+            jax.tree.leaves(field_of(last, "preconditioner")[group]),
+            jax.tree.leaves(field_of(state, "preconditioner")[group]),
             strict=True,
         ):
             assert_equal(found[k], kept[k])
@@ -448,7 +448,7 @@ def test_an_inverse_outlives_any_number_of_failures_in_a_row(forgetful, layer):
     _, good, _ = step(grads, last, initial(), factors)
     _, never_failed, _ = step(grads, state, initial(), factors)
     assert kfac.diagnostics(good)["inverse_age"] == 0
-    assert_close(field_of(good, "inverse"), field_of(never_failed, "inverse"), 1e-6)
+    assert_close(field_of(good, "preconditioner"), field_of(never_failed, "preconditioner"), 1e-6)
 
 
 # One device of several.
@@ -460,7 +460,7 @@ NOTHING, ACTIVATION, GRADIENT, STATISTIC, INDEFINITE = range(5)
 def devices():
     """A step on four devices of which the third has the fault whose number is an argument, and its first state."""
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
-    tx = plain_kfac(0.05, layers(), factor_decay=0.0, distribution=kfac.Distribution("devices"))
+    tx = plain_kfac(0.05, layers(), factor_ema_decay=0.0, distribution=kfac.Distribution("devices"))
     specs = kfac.state.state_specs(tx, initial(), "devices")
 
     def local_step(params, state, batch, fault, value):
@@ -510,7 +510,9 @@ def test_a_fault_on_one_device_of_four(devices, fault, value):
     assert counts["failed_inversions"] == (fault == INDEFINITE)
     if fault in (ACTIVATION, GRADIENT):
         assert_equal(after, params)
-        assert_equal(field_of(bad, "inverse"), field_of(state if fault == ACTIVATION else good, "inverse"))
+        assert_equal(
+            field_of(bad, "preconditioner"), field_of(state if fault == ACTIVATION else good, "preconditioner")
+        )
     else:
         spoilt, whole = ("out", "first") if fault == STATISTIC else ("first", "out")
         assert differ(after[spoilt], expected[spoilt])
@@ -521,5 +523,5 @@ def test_a_fault_on_one_device_of_four(devices, fault, value):
             np.testing.assert_array_equal(shard.data, leaf)
     later, last = take(after, bad, 2)
     assert differ(later, after)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((later, field_of(last, "inverse"))))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((later, field_of(last, "preconditioner"))))
     assert kfac.diagnostics(last)["skipped_steps"] == counts["skipped_steps"]

@@ -348,7 +348,7 @@ def test_a_learned_temperature(x64):
     model, params = dense_with(lambda p, x: x * p["temperature"], temperature=())
     check_blocks(model, params, inputs(T, 5), temperature="unitwise")
     model, params = dense_with(lambda p, x: x / jnp.exp(p["temperature"]), temperature=())
-    check_blocks(model, params, inputs(T, 5), temperature="gradient")
+    check_blocks(model, params, inputs(T, 5), temperature="gradient-factors")
 
 
 def test_layer_scale_and_residual(x64):
@@ -368,13 +368,13 @@ def test_one_scale_for_two_places_and_two_shifts(x64):
 
 def test_a_vector_that_divides(x64):
     model, params = dense_with(lambda p, x: x / (p["v"] ** 2 + 1), v=(C,))
-    check_blocks(model, params, inputs(T, 5), v="gradient")
+    check_blocks(model, params, inputs(T, 5), v="gradient-factors")
 
 
 def test_a_gate_read_in_two_ways_has_the_gradients_own_factors(x64):
     """One of its reads has known per-example gradients, the other has not: the sum has none."""
     model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) / (1 + p["g"] ** 2), g=(C,))
-    check_blocks(model, params, inputs(T, 5), g="gradient")
+    check_blocks(model, params, inputs(T, 5), g="gradient-factors")
 
 
 def test_a_gate_and_what_it_leaves_are_two_reads_of_a_scale(x64):
@@ -401,7 +401,7 @@ def test_a_gate_and_what_it_leaves_are_two_reads_of_a_scale(x64):
 )
 def test_a_class_token_has_the_gradients_own_factors(x64, function):
     model, params = dense_with(function, cls=(C,))
-    layers = check_blocks(model, params, inputs(T, 5), cls="gradient")
+    layers = check_blocks(model, params, inputs(T, 5), cls="gradient-factors")
     assert "has no known rows" in layers["cls"].note
 
 
@@ -423,7 +423,7 @@ def test_a_learned_initial_state_of_a_scan_has_the_gradients_own_factors(x64):
     params = tree(**{"in": {"w": (5, C)}, "out": {"w": (C, C)}, "start": (C,)})
     batch = inputs(T, 5)
     layers, _ = check_all(loss, params, batch, truth(model, params, batch))
-    assert kinds(layers) == {"in": "dense", "out": "dense", "start": "gradient"}
+    assert kinds(layers) == {"in": "dense", "out": "dense", "start": "gradient-factors"}
 
 
 def test_an_unused_parameter(x64):
@@ -443,7 +443,7 @@ def test_a_derivative_of_ones_own_reaches_what_is_stopped_inside(derivative, x64
         rounded = jax.custom_jvp(lambda w: jnp.round(lax.stop_gradient(w)))
         rounded.defjvp(lambda w, t: (rounded(*w), *t))
     layers = kfac.find_layers(lambda p, x: jnp.mean((x @ rounded(p["w"])) ** 2), tree(w=(5, C)), normal(0, N, 5))
-    assert kinds(layers) == {"w": "gradient"}
+    assert kinds(layers) == {"w": "gradient-factors"}
 
 
 @pytest.mark.parametrize(
@@ -608,7 +608,7 @@ def test_strict_names_the_leaf_the_operation_the_reason_and_the_way_out(case):
     params = {"odd": {"w": jnp.ones(shape)}, "other": jnp.ones(2)}
     x = jnp.ones((N, 5, 5))
     layers = kfac.find_layers(loss, params, x)
-    assert kinds(layers) == {"odd": "gradient", "other": "skipped"}
+    assert kinds(layers) == {"odd": "gradient-factors", "other": "skipped"}
     assert re.search(reason, layers["odd"].note), layers["odd"].note
     if case != "while loop":  # which jax itself cannot differentiate
         _, _, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
@@ -669,7 +669,7 @@ def test_lora_is_exact_unless_the_product_is_formed_first(x64):
     params, batch = tree(a=(5, 2), b=(2, C), base=(5, C)), inputs(T, 5)
     for model, own in ((formed_first, ["a", "b"]), (one_after_the_other, [])):
         layers, _ = check_all(lambda p, *b, m=model: m(Hook(), p, *b), params, batch, truth(model, params, batch))
-        assert [layer.name for layer in layers if layer.kind == "gradient"] == own
+        assert [layer.name for layer in layers if layer.kind == "gradient-factors"] == own
     with pytest.raises(kfac.UnsupportedLayerError, match=r"(?s)'a'.*dot_general.*different array.*'b'.*skip="):
         kfac.find_layers(lambda p, *b: formed_first(Hook(), p, *b), params, *batch, strict=True)
 
@@ -712,8 +712,8 @@ def test_a_loss_that_hides_its_examples_asks_for_num_examples():
 
     params, x = {"a": jnp.ones((5, C)), "b": jnp.ones((C, 2)), "s": jnp.ones(C)}, jnp.ones((N, T, 5))
     layers = kfac.find_layers(loss, params, x)
-    assert "cannot be traced with 8 examples in argument 1" in layers.hidden
-    assert kinds(layers) == {"a": "dense", "b": "dense", "s": "gradient"}
+    assert "cannot be traced with 8 examples in argument 1" in layers.unknown_batch_reason
+    assert kinds(layers) == {"a": "dense", "b": "dense", "s": "gradient-factors"}
     assert "which examples it meets is not known" in layers["s"].note
     with pytest.raises(ValueError, match=r"the number of examples is not clear: .*8 examples.*num_examples="):
         value_and_grad(loss, params, x)

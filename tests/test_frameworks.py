@@ -429,7 +429,7 @@ class Standardised(nn.Module):
 def check_derived(loss, params, x, operation):
     layers = kfac.find_layers(loss, params, x)
     (kernel,) = (layer for layer in layers if layer.params[0].endswith("kernel"))
-    assert kernel.kind == "gradient" and re.match(operation, kernel.note), kernel.note
+    assert kernel.kind == "gradient-factors" and re.match(operation, kernel.note), kernel.note
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"kernel' is read by {operation}(.|\n)*skip="):
         kfac.find_layers(loss, params, x, strict=True)
     assert "skipped" in kinds(kfac.find_layers(loss, params, x, skip=("kernel",), strict=True)).values()
@@ -600,7 +600,7 @@ def of_images(model, examples):
 )
 def test_every_parameter_of_a_bf16_resnet50_has_a_kronecker_or_unitwise_block(options):
     loss, arguments = of_images(ResNet50(**options), 32)
-    layers = kfac.find_layers(loss, *arguments, has_aux=True, max_dim=8192)
+    layers = kfac.find_layers(loss, *arguments, has_aux=True, max_factor_dim=8192)
     assert sum(layer.copies for layer in kronecker(layers)) == 54
     assert len(kronecker(layers)) == (1 + 4 * 4 + 3 * 4 + 1 if options.get("scan") else 54)
     norms = [layer for layer in layers if layer.kind == "unitwise"]

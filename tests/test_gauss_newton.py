@@ -25,8 +25,8 @@ def network(p, x):
 def losses(p, batch):
     """Two marks with different numbers of rows, one of them by tokens."""
     x, labels, edge = batch
-    z = kfac.output(network(p, x), "categorical")
-    e = kfac.output(network(p, edge), "residual", weight=1.5)
+    z = kfac.mark_output(network(p, x), "categorical")
+    e = kfac.mark_output(network(p, edge), "residual", weight=1.5)
     return -jnp.mean(jax.nn.log_softmax(z)[jnp.arange(len(x)), labels]) + 0.75 * jnp.sum(e**2) / len(x)
 
 
@@ -72,8 +72,8 @@ def blocks():
     return measured(parameters(), data())
 
 
-def shifted(near=True):
-    return 2 * whole(blocks=blocks() if near else None) + SHIFT
+def shifted(preconditioner=True):
+    return 2 * whole(blocks=blocks() if preconditioner else None) + SHIFT
 
 
 def tree(seed=5):
@@ -109,7 +109,7 @@ def test_tokens_and_their_number():
     x = normal(6, 6, 4, 4)
 
     def loss(w, x):
-        return 0.5 * jnp.sum(kfac.output(x @ w, "gaussian") ** 2) / len(x)
+        return 0.5 * jnp.sum(kfac.mark_output(x @ w, "gaussian") ** 2) / len(x)
 
     w = normal(7, 4, 2)
     expected = np.kron(np.einsum("nti,ntj->ij", x, x) / 6, np.eye(2))
@@ -118,15 +118,15 @@ def test_tokens_and_their_number():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("near", [True, False])
-def test_solutions(near):
+@pytest.mark.parametrize("preconditioner", [True, False])
+def test_solutions(preconditioner):
     expected = np.linalg.solve(2 * dense() + (SHIFT + 0.1) * np.eye(40), ravel_pytree(tree())[0])
-    found = shifted(near).solve(tree(), 0.1, tolerance=1e-12)
+    found = shifted(preconditioner).solve(tree(), 0.1, tolerance=1e-12)
     np.testing.assert_allclose(ravel_pytree(found.value)[0], expected, rtol=1e-8, atol=1e-9)
     assert found.residual <= 1e-12 and found.steps < 60
-    inverse = (shifted(near) + 0.1).inv(tolerance=1e-12)
-    np.testing.assert_allclose(of(inverse, tree()), expected, rtol=1e-8, atol=1e-9)
-    assert not shifted(near).solve(tree(), max_steps=2).residual < 1e-5
+    preconditioner = (shifted(preconditioner) + 0.1).inv(tolerance=1e-12)
+    np.testing.assert_allclose(of(preconditioner, tree()), expected, rtol=1e-8, atol=1e-9)
+    assert not shifted(preconditioner).solve(tree(), max_steps=2).residual < 1e-5
 
 
 @pytest.mark.slow
@@ -155,37 +155,37 @@ def test_eigenvalues_that_are_all_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("near", [True, False])
-def test_determinants_and_traces_with_their_errors(near):
-    matrix, exact = shifted(near), 2 * dense() + SHIFT * np.eye(40)
+@pytest.mark.parametrize("preconditioner", [True, False])
+def test_determinants_and_traces_with_their_errors(preconditioner):
+    matrix, exact = shifted(preconditioner), 2 * dense() + SHIFT * np.eye(40)
     found = jax.jit(lambda m, k: (m.trace(k, 200), m.logdet(k, 200)), compiler_options=FAST)(matrix, jax.random.key(1))
     truths = np.trace(exact), np.linalg.slogdet(exact)[1]
     for estimate, truth in zip(found, truths, strict=True):
         assert abs(estimate.value - truth) < 4 * estimate.error
         assert estimate.error < 0.05 * abs(truth) + 0.3
-    inverse = matrix.inv(tolerance=1e-10)
-    close(inverse.logdet(jax.random.key(1), 200).value, -found[1].value)
+    preconditioner = matrix.inv(tolerance=1e-10)
+    close(preconditioner.logdet(jax.random.key(1), 200).value, -found[1].value)
 
 
 @pytest.mark.slow
 def test_blocks_make_a_determinant_of_few_steps_good():
     """What the steps leave out is in the error."""
-    matrices = [2 * whole(blocks=near) + 1e-3 for near in (blocks(), None)]
+    matrices = [2 * whole(blocks=preconditioner) + 1e-3 for preconditioner in (blocks(), None)]
     exact = np.linalg.slogdet(2 * dense() + 1e-3 * np.eye(40))[1]
     found = [matrix.logdet(jax.random.key(1), 64, steps=8) for matrix in matrices]
-    near, alone = (abs(estimate.value - exact) for estimate in found)
-    assert near < 0.4 * alone and near < 2 * found[0].error and alone < 2 * found[1].error
+    preconditioner, alone = (abs(estimate.value - exact) for estimate in found)
+    assert preconditioner < 0.4 * alone and preconditioner < 2 * found[0].error and alone < 2 * found[1].error
     single = matrices[0].logdet(jax.random.key(1), probes=1)
     assert np.isinf(single.error) and np.isfinite(single.value)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [6, 40])
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("preconditioner", [False, True])
 @pytest.mark.parametrize("shift", [1e-4, 1.0])
-def test_determinants_lie_within_two_errors(shift, near, steps):
+def test_determinants_lie_within_two_errors(shift, preconditioner, steps):
     """Of 40 keys with 16 vectors each; where the steps are too few, the error says so."""
-    matrix, exact = 2 * whole(blocks=blocks() if near else None) + shift, 2 * dense() + shift * np.eye(40)
+    matrix, exact = 2 * whole(blocks=blocks() if preconditioner else None) + shift, 2 * dense() + shift * np.eye(40)
     found = jax.jit(lambda keys: jax.lax.map(lambda key: tuple(matrix.logdet(key, 16, steps)), keys))
     values, errors = found(jax.random.split(jax.random.key(0), 40))
     assert np.mean(np.abs(values - np.linalg.slogdet(exact)[1]) < 2 * errors) >= 0.85  # 0.94 are expected
@@ -201,12 +201,12 @@ def test_functions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("preconditioner", [False, True])
 @pytest.mark.parametrize("batches", [1, 4])
-def test_samples_have_the_covariance(inverse, batches):
+def test_samples_have_the_covariance(preconditioner, batches):
     matrix = 2 * whole(batches=batches, blocks=blocks()) + SHIFT
     exact = 2 * dense() + SHIFT * np.eye(40)
-    if inverse:
+    if preconditioner:
         matrix, exact = matrix.inv(), np.linalg.inv(exact)
     keys = jax.random.split(jax.random.key(0), 4000)
     draw = jax.jit(lambda keys: jax.lax.map(lambda k: ravel_pytree(matrix.sample(k))[0], keys, batch_size=500))
@@ -233,7 +233,12 @@ def test_sums_of_operators():
     close(less, of_a - 0.5 * np.eye(40))
     close(minus, -of_a)
     close(inverted, flat, rtol=1e-7)
-    for matrix, name in ((a, "Operator"), (a + b, "Matrix"), (whole(), "Matrix"), (both.inv(), "Inverted")):
+    for matrix, name in (
+        (a, "BlockOperator"),
+        (a + b, "MatrixFreeOperator"),
+        (whole(), "MatrixFreeOperator"),
+        (both.inv(), "Inverted"),
+    ):
         assert repr(matrix) == f"{name}(40 parameters)"
     with pytest.raises(ValueError, match=r"a flat vector has shape \[3\], but there are 40 parameters"):
         a @ jnp.ones(3)

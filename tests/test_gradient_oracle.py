@@ -20,7 +20,7 @@ sys.path[:0] = [str(EXAMPLES / "imagenet"), str(EXAMPLES / "language_model")]
 
 def check(loss_fn, params, *args, rtol, skip=()):
     """Compare all Kronecker layers, each of which the oracle must cover."""
-    layers = kfac.find_layers(loss_fn, params, *args, max_dim=8192, skip=skip)
+    layers = kfac.find_layers(loss_fn, params, *args, max_factor_dim=8192, skip=skip)
     _, _, found = jax.jit(kfac.value_and_grad(loss_fn, layers))(params, *args)
     by_kernel = {layer.params[0]: layer for layer in layers if layer.kind in ("dense", "conv", "embedding")}
     with_bias = [kernel for kernel, layer in by_kernel.items() if layer.has_bias]

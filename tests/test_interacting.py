@@ -69,7 +69,7 @@ def test_they_are_those_of_brute_force(name):
     """In another order, beside a second pass: gradients of ordinary back-propagation, row by row."""
     layers = kfac.find_layers(*case(name).build())
     kinds = {layer.kind for layer in layers}
-    assert kinds >= {"dense", "unitwise"} and not any(layer.kind == "gradient" for layer in layers)
+    assert kinds >= {"dense", "unitwise"} and not any(layer.kind == "gradient-factors" for layer in layers)
     assert len(layers["norm"].params) == 2
     check(case(name))
 

@@ -73,9 +73,9 @@ def test_bad_arguments_are_named(options):
 
 
 def test_the_change_is_that_of_the_statistics_against_their_average():
-    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
     state = jax.jit(tx.init)(initial())
-    assert change_of(measured(0)[1], kfac.curvature.averaged_factors(state, layers())) == 1  # nothing to compare with
+    assert change_of(measured(0)[1], kfac.curvature.factors_from_state(state, layers())) == 1  # nothing to compare with
     state = jax.jit(lambda grads, state, factors: tx.update(grads, kfac.observe(state, factors))[1])(
         measured(0)[0], state, measured(0)[1]
     )
@@ -86,5 +86,5 @@ def test_the_change_is_that_of_the_statistics_against_their_average():
         for side in ("A", "G")
         if isinstance(block, kfac.types.Kronecker)
     ]
-    change = change_of(measured(1)[1], kfac.curvature.averaged_factors(state, layers()))
+    change = change_of(measured(1)[1], kfac.curvature.factors_from_state(state, layers()))
     np.testing.assert_allclose(change, np.mean(changes), rtol=1e-5)

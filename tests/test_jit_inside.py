@@ -41,7 +41,7 @@ def test_scales_of_many_tokens_take_no_memory_for_each():
             return h + jnp.tanh(z @ q["w"]), None
 
         h, _ = lax.scan(block, x, p["blocks"])
-        z = kfac.output(h @ p["out"], "categorical")
+        z = kfac.mark_output(h @ p["out"], "categorical")
         return -jnp.mean(jnp.sum(t * jax.nn.log_softmax(z), -1))
 
     vectors = jnp.ones((layers_, width))

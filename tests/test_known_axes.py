@@ -216,7 +216,7 @@ def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
     """Every second example is as good as these alone; moments are those of brute force."""
     loss, params, batch = model(length)
     layers = kfac.find_layers(loss, params, batch)
-    assert all(layer.correctable for layer in layers if layer.kind == "dense")
+    assert all(layer.supports_ekfac for layer in layers if layer.kind == "dense")
     check_moments(loss, params, (batch,))
     thinned = jax.jit(kfac.statistics(loss, layers, fraction=1 / 2))(params, batch)
     half = jax.tree.map(lambda x: x[::2][: len(x) // 2], batch)
@@ -277,8 +277,8 @@ def test_a_loss_with_a_batch_size_written_into_it_is_told_so():
 
     layers = kfac.find_layers(loss, weights(), normal(4, N, D))
     assert "cannot be traced with 12 examples in argument 1" in repr(layers)
-    assert layers["scale"].kind == "gradient" and layers["w"].kind == "dense"
-    with pytest.raises(ValueError, match=r"cannot be traced with 12 .*Pass num_examples= .*kfac.output"):
+    assert layers["scale"].kind == "gradient-factors" and layers["w"].kind == "dense"
+    with pytest.raises(ValueError, match=r"cannot be traced with 12 .*Pass num_examples= .*kfac.mark_output"):
         kfac.value_and_grad(loss, layers)(weights(), normal(4, N, D))
     found = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N))(weights(), normal(4, N, D))[2]
     plain = lambda p, x: mean_square(network(p, x))  # noqa: E731
@@ -360,7 +360,9 @@ def dispatched(p, b):
 def test_rows_that_data_choose_are_in_no_known_order(loss):
     batch = {"x": drawn(3, N6, DIM), "t": drawn(4, N6, 3, DIM), "i": jnp.asarray([3, 0, 1, 5, 2, 4])}
     layers = kfac.find_layers(loss, small(), batch)
-    assert layers["s"].kind == "gradient" and layers["v"].kind == "dense" and not layers["v"].told_apart
+    assert (
+        layers["s"].kind == "gradient-factors" and layers["v"].kind == "dense" and not layers["v"].has_example_gradients
+    )
 
 
 def test_one_position_of_each_example_is_in_their_order():
@@ -368,7 +370,7 @@ def test_one_position_of_each_example_is_in_their_order():
         return squares((scaled(p, x)[jnp.arange(len(x)), k] * p["s"]) @ p["v"])
 
     layers = kfac.find_layers(loss, small(), drawn(4, N6, 3, DIM), jnp.asarray([0, 1, 2, 0, 1, 2]))
-    assert layers["s"].kind == "unitwise" and layers["v"].told_apart
+    assert layers["s"].kind == "unitwise" and layers["v"].has_example_gradients
 
 
 @pytest.mark.parametrize("anchors", [N6, 7])
@@ -380,8 +382,8 @@ def test_an_argument_that_all_share_may_be_as_long_as_the_batch(anchors):
     layers = kfac.find_layers(loss, params, drawn(3, N6, DIM), drawn(6, N6), drawn(7, anchors, DIM))
     assert layers.batch_argnums == (1, 2)
     assert {layer.name: layer.kind for layer in layers} == {
-        "q": "gradient",
-        "s": "gradient",
+        "q": "gradient-factors",
+        "s": "gradient-factors",
         "v": "skipped",
         "w": "dense",
     }
@@ -404,7 +406,7 @@ def test_of_two_lengths_none_is_assumed():
         return squares(h @ p["v"] - b["y"])
 
     layers = kfac.find_layers(loss, small(), graphs)
-    assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.hidden
+    assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.unknown_batch_reason
 
 
 def test_running_averages_before_the_batch_are_not_tried_one_by_one():

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._curvature.inverse import damping_of_blocks
-from kfac._optimizer.moves import Kernels, Stack, normalize_step, spectral_norm
+from kfac._curvature.preconditioner import damping_of_blocks
+from kfac._optimizer.step_scaling import Kernels, Stack, normalize_step, spectral_norm
 from kfac.types import Kronecker, Unitwise
 from problem import assert_close, differ, initial, layers, measured, plain_kfac, run, stepper
 
@@ -41,12 +41,12 @@ def test_the_bias_is_scaled_like_its_kernel():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     found = kfac.find_layers(loss, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
-    options = {"momentum": None, "inverse": kfac.Cholesky()}
+    options = {"momentum": None, "preconditioner": kfac.Cholesky()}
     update = one_update(kfac.kfac(0.5, found, **options), params, grads, factors)
     np.testing.assert_allclose(singular(update["kernel"]), 0.5 * (4 / 3) ** 0.5, rtol=1e-3)
     options |= {"step_norm": None, "damping": 0.1}
     relative = kfac.Cholesky(relative=True)
-    direction = one_update(kfac.kfac(0.5, found, **options | {"inverse": relative}), params, grads, factors)
+    direction = one_update(kfac.kfac(0.5, found, **options | {"preconditioner": relative}), params, grads, factors)
     ratios = [np.ravel(update[name] / direction[name]) for name in params]
     np.testing.assert_allclose(np.concatenate(ratios), ratios[0][0], rtol=1e-4)
 
@@ -88,7 +88,7 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     images = jnp.asarray(rng.normal(size=(8, *size, 4)), jnp.float32)
     found = kfac.find_layers(loss, {"kernel": kernel}, images)
     assert found[0].overlap == overlap
-    assert kfac.find_layers(loss, {"kernel": kernel}, images, gradient=("kernel",))[0].overlap == 1
+    assert kfac.find_layers(loss, {"kernel": kernel}, images, gradient_factors=("kernel",))[0].overlap == 1
     if name not in ("with stride 2", "of channels by themselves"):  # one alone, and one in copies
         return
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))({"kernel": kernel}, images)
@@ -118,26 +118,26 @@ def test_all_else_moves_by_a_root_mean_square():
 
 
 def test_directions_are_those_of_the_curvature():
-    auto = one_update(kfac.kfac(0.5, layers(), momentum=None, inverse=kfac.Cholesky()))
-    raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, inverse=kfac.Cholesky(relative=True)))
+    auto = one_update(kfac.kfac(0.5, layers(), momentum=None, preconditioner=kfac.Cholesky()))
+    raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=kfac.Cholesky(relative=True)))
     flat = [np.ravel(tree["out"]["kernel"]) for tree in (auto, raw)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
     np.testing.assert_allclose(cosine, -1, rtol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", INVERSES)
-def test_nothing_depends_on_the_scale_of_the_loss(inverse):
+@pytest.mark.parametrize("preconditioner", INVERSES)
+def test_nothing_depends_on_the_scale_of_the_loss(preconditioner):
     grads, factors = measured(0)
     scaled = {}
     for name, block in factors.items():  # gradients times 100, their second moments times 10,000
         fields = Kronecker(block.A, 1e4 * block.G) if isinstance(block, Kronecker) else Unitwise(1e4 * block.F)
         scaled[name] = fields
-    tx = kfac.kfac(0.1, layers(), inverse=inverse)
+    tx = kfac.kfac(0.1, layers(), preconditioner=preconditioner)
     larger = one_update(tx, grads=jax.tree.map(lambda g: 100 * g, grads), factors=kfac.Factors(scaled))
     skipped = {"temperature": larger["temperature"]}
     assert_close(larger, one_update(tx) | skipped, 1e-4)
-    plain = plain_kfac(0.1, layers(), inverse=inverse)
+    plain = plain_kfac(0.1, layers(), preconditioner=preconditioner)
     assert differ(one_update(plain, grads=grads, factors=kfac.Factors(scaled)), one_update(plain))
 
 
@@ -225,18 +225,18 @@ def test_relative_damping_against_dense_solves(diagonal):
     factors = Kronecker(jnp.asarray(np.diag(a) if diagonal else a)[None], jnp.asarray(g)[None])
     mean = np.trace(a) / 4 * np.trace(g) / 3
     v = rng.normal(size=(3, 4))
-    inverse = kfac.Eigh("float32", relative=True)
-    amount = damping_of_blocks(inverse, factors, jnp.asarray(0.2))
+    preconditioner = kfac.Eigh("float32", relative=True)
+    amount = damping_of_blocks(preconditioner, factors, jnp.asarray(0.2))
     np.testing.assert_allclose(amount, [0.2 * mean], rtol=1e-5)
-    kept, _ = inverse.refresh(inverse.init(factors), factors, amount)
+    kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     dense = np.linalg.solve(np.kron(a, g) + 0.2 * mean * np.eye(12), v.ravel("F")).reshape(3, 4, order="F")
-    np.testing.assert_allclose(inverse.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
+    np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
     # Cholesky: the same amount, split. In units of each factor it is sqrt(l).
-    inverse = kfac.Cholesky("float32", relative=True)
-    kept, _ = inverse.refresh(inverse.init(factors), factors, amount)
+    preconditioner = kfac.Cholesky("float32", relative=True)
+    kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     damped = [x + np.sqrt(0.2) * np.trace(x) / len(x) * np.eye(len(x)) for x in (g, a)]
     split = np.linalg.solve(damped[0], v) @ np.linalg.inv(damped[1])
-    np.testing.assert_allclose(inverse.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], split, rtol=2e-3)
+    np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], split, rtol=2e-3)
 
 
 def test_relative_damping_of_small_blocks():
@@ -246,15 +246,15 @@ def test_relative_damping_of_small_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(relative=True), kfac.Eigh(relative=True)])
-def test_the_operator_has_the_same_damping(inverse):
-    tx = kfac.scale_by_kfac(layers(), damping=0.1, inverse=inverse)
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(relative=True), kfac.Eigh(relative=True)])
+def test_the_operator_has_the_same_damping(preconditioner):
+    tx = kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=preconditioner)
     _, state, updates = run(tx, steps=1)
     expected = kfac.curvature.operator(layers(), state).inv() @ measured(0)[0]
     expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
     assert_close(updates, expected, 1e-4)
-    if isinstance(inverse, kfac.Eigh):  # named without, it takes the units of the state
-        other = kfac.curvature.operator(layers(), state, inverse=kfac.Eigh()).inv() @ measured(0)[0]
+    if isinstance(preconditioner, kfac.Eigh):  # named without, it takes the units of the state
+        other = kfac.curvature.operator(layers(), state, preconditioner=kfac.Eigh()).inv() @ measured(0)[0]
         assert_close(other["out"], expected["out"], 1e-4)
 
 
@@ -270,17 +270,17 @@ def test_without_it_all_is_as_the_curvature_has_it():
 def test_what_would_have_no_effect_with_it_is_refused():
     with pytest.raises(ValueError, match=r"kl_clip=0.001 .* pass step_norm=None"):
         kfac.kfac(0.1, layers(), kl_clip=1e-3)
-    adaptive = kfac.presets.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
+    adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
     with pytest.raises(ValueError, match="step_norm=None"):
         adaptive.init(initial())
     relative = kfac.Eigh(relative=True)
-    adaptive = kfac.presets.adaptive_damping(
-        lambda damping: plain_kfac(1.0, layers(), damping=damping, inverse=relative), 1e-2
+    adaptive = kfac.adaptive_damping(
+        lambda damping: plain_kfac(1.0, layers(), damping=damping, preconditioner=relative), 1e-2
     )
     with pytest.raises(ValueError, match="one damping for all layers"):
         adaptive.init(initial())
     with pytest.raises(ValueError, match="trust_ratio must be a number"):
-        kfac.presets.large_batch(0.1, layers(), trust_ratio="auto", rate_in_momentum=False)
+        kfac.presets.osawa2019(0.1, layers(), trust_ratio="auto", lr_in_momentum=False)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx = kfac.kfac(0.1, layers())
         tx.update(measured(0)[0], kfac.observe(tx.init(initial()), measured(0)[1]))
@@ -331,7 +331,12 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     params = jax.tree.map(jnp.asarray, words_parameters())
     found = kfac.find_layers(words_loss, params, batches[0], skip=["free"])
     assert {layer.kind for layer in found} == {"embedding", "dense", "unitwise", "skipped"}
-    options = {"trust_ratio": trust_ratio, "inverse_every": 3, "weight_decay": 0.1, "inverse": kfac.Cholesky()}
+    options = {
+        "trust_ratio": trust_ratio,
+        "inverse_update_period": 3,
+        "weight_decay": 0.1,
+        "preconditioner": kfac.Cholesky(),
+    }
     options |= {} if trust_ratio is None else {"step_norm": None}
 
     def trained(distribution, mapped=lambda step, specs: step):
@@ -377,7 +382,7 @@ def test_spectral_norms_of_steps(x64):
         return jnp.mean((jnp.tanh(x @ params["wide"] + params["b"]) @ params["tall"] - 1) ** 2)
 
     promised = {"wide": 2.0, "tall": 1.0, "conv": 3.0}  # sqrt(overlap max(1, d_out / d_in)), with overlap 9
-    step = kfac.train_step(loss_fn, 0.1, adaptive_layer_rates=False, max_dim=64, verbose=False)
+    step = kfac.train_step(loss_fn, 0.1, adaptive_layer_rates=False, max_factor_dim=64, verbose=False)
     state = step.init(params, images)
     for _ in range(3):
         new, state, _ = step(params, state, images)
@@ -413,7 +418,7 @@ def test_a_bound_on_the_error_of_spectral_norms(x64):
 
 @pytest.mark.slow
 def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64):
-    """`max_dim` cuts the kernel in four. The bound is the root of their number."""
+    """`max_factor_dim` cuts the kernel in four. The bound is the root of their number."""
 
     def loss(params, x):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"]) - 1))
@@ -421,13 +426,13 @@ def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64)
     rng = np.random.default_rng(0)
     params = {"kernel": jnp.asarray(rng.normal(size=(48, 12)))}
     x = jnp.asarray(rng.normal(size=(8, 48)))
-    found = kfac.find_layers(loss, params, x, max_dim=12)
-    assert found[0].cut == (4, 1)
+    found = kfac.find_layers(loss, params, x, max_factor_dim=12)
+    assert found[0].num_blocks == (4, 1)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     length = singular(one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)["kernel"])
     assert 0.1 / 2 < length < 0.1 * 1.1
-    inverse = kfac.Cholesky(relative=True)
+    preconditioner = kfac.Cholesky(relative=True)
     options = ({}, {"step_norm": None, "damping": 0.1})
-    txs = (kfac.kfac(0.1, found, momentum=None, inverse=inverse, **more) for more in options)
+    txs = (kfac.kfac(0.1, found, momentum=None, preconditioner=preconditioner, **more) for more in options)
     step, direction = (one_update(tx, params, grads, factors)["kernel"] for tx in txs)
     np.testing.assert_allclose(step, direction * (step[0, 0] / direction[0, 0]), rtol=1e-9)

@@ -13,8 +13,8 @@ import pytest
 
 import kfac
 import problem
-from kfac._curvature.inverse import cosine
-from kfac._optimizer.moves import AGREES, FASTEST, FOLLOWS, FORGETS, FULL, TOO_FAR, adapted
+from kfac._curvature.preconditioner import cosine
+from kfac._optimizer.step_scaling import AGREES, FASTEST, FOLLOWS, FORGETS, FULL, TOO_FAR, adapted
 from problem import assert_equal, matrices, measured, motions, observing, state_of
 
 LAYERS = problem.layers()
@@ -34,12 +34,12 @@ def steps(tx, number, params=None):
 
 
 def rates(state):
-    return np.asarray(state_of(state).owned[GROUP].blocks.motion.rate)
+    return np.asarray(state_of(state).owned[GROUP].blocks.momentum_state.rate)
 
 
 def in_basis(state, matrices_):
     """Matrices of the members in the eigenbasis of a state, `[k, d_in, d_out]`."""
-    kept = state_of(state).owned[GROUP].blocks.inverse
+    kept = state_of(state).owned[GROUP].blocks.preconditioner
     stack = np.stack([np.asarray(matrices_[name], np.float64) for name in MEMBERS])
     a, g = (np.asarray(side.vectors, np.float64) for side in (kept.A, kept.G))
     return np.swapaxes(a, 1, 2) @ np.swapaxes(stack, 1, 2) @ g
@@ -56,10 +56,10 @@ def followed(old, angle):
 
 
 def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
-    tx = kfac.kfac(0.05, LAYERS, inverse=kfac.Soap("float32"), inverse_every=100)
+    tx = kfac.kfac(0.05, LAYERS, preconditioner=kfac.SOAP("float32"), inverse_update_period=100)
     for t, (grads, before, updates, after) in enumerate(steps(tx, WARMUP + 4)):
         if t >= WARMUP:
-            moments = state_of(before).owned[GROUP].blocks.inverse.moments
+            moments = state_of(before).owned[GROUP].blocks.preconditioner.moments
             average, trace = (np.asarray(x, np.float64) for x in (moments.average, moments.trace))
             last = trace / np.sqrt(average + 1e-4 * average.mean((1, 2), keepdims=True))
             expected = followed(rates(before), cosines(last, in_basis(after, matrices(grads))))
@@ -70,13 +70,13 @@ def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
             np.testing.assert_allclose(length, 0.05 * rate * (4 / d_in) ** 0.5, rtol=0.05)
     assert np.all(rates(after) != 1)
     told = kfac.diagnostics(after)
-    assert 0 < told["slowest"] <= rates(after).min() and told["fastest"] >= rates(after).max()
+    assert 0 < told["min_layer_rate"] <= rates(after).min() and told["max_layer_rate"] >= rates(after).max()
 
 
 def test_other_inverses_follow_the_angle_to_the_momentum():
-    tx = kfac.kfac(0.05, LAYERS, inverse=kfac.Cholesky())
+    tx = kfac.kfac(0.05, LAYERS, preconditioner=kfac.Cholesky())
     for t, (grads, before, _, after) in enumerate(steps(tx, 5)):
-        momentum = np.asarray(state_of(before).owned[GROUP].blocks.motion.momentum, np.float64)
+        momentum = np.asarray(state_of(before).owned[GROUP].blocks.momentum_state.momentum, np.float64)
         stack = np.stack([matrices(grads)[name].T for name in MEMBERS])
         expected = followed(rates(before), cosines(momentum, stack)) if t else 1  # nothing has moved before
         np.testing.assert_allclose(rates(after), expected, rtol=1e-4)
@@ -125,7 +125,7 @@ def test_without_them_all_layers_go_by_the_one_rate():
     *_, state = list(steps(tx, WARMUP + 2))[-1]
     assert all(motion.rate is None for motion in motions(state).values())
     told = kfac.diagnostics(state)
-    assert told["slowest"] == told["fastest"] == 1
+    assert told["min_layer_rate"] == told["max_layer_rate"] == 1
 
 
 @pytest.mark.parametrize("options", [{"step_norm": None}, {"momentum": None}, {"step_norm": None, "trust_ratio": 1.0}])
@@ -152,7 +152,7 @@ def test_a_refused_step_tells_the_rates_of_before(value):
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(value), grads)
     _, after = jax.jit(observing(tx))(bad, state, problem.initial(), factors=factors)
     told, before = kfac.diagnostics(after), kfac.diagnostics(state)
-    assert told["slowest"] == before["slowest"] and told["fastest"] == before["fastest"]
+    assert told["min_layer_rate"] == before["min_layer_rate"] and told["max_layer_rate"] == before["max_layer_rate"]
 
 
 @pytest.mark.slow
@@ -166,10 +166,10 @@ def test_a_refused_step_tells_the_rates_of_before(value):
     ],
 )
 def test_a_state_of_other_options_is_refused(made, used):
-    inverse = kfac.Cholesky()
-    state = kfac.kfac(0.05, LAYERS, inverse=inverse, **made).init(problem.initial())
+    preconditioner = kfac.Cholesky()
+    state = kfac.kfac(0.05, LAYERS, preconditioner=preconditioner, **made).init(problem.initial())
     grads, factors = measured(0)
-    tx = kfac.kfac(0.05, LAYERS, inverse=inverse, **used)
+    tx = kfac.kfac(0.05, LAYERS, preconditioner=preconditioner, **used)
     with pytest.raises(ValueError, match="does not go with its state"):
         tx.update(grads, kfac.observe(state, factors), problem.initial())
 
@@ -189,7 +189,7 @@ def test_several_devices_tell_the_same_rates(x64):
     for where in (kfac.Distribution(), kfac.Distribution(mesh=mesh)):
         tx = kfac.kfac(0.05, LAYERS, distribution=where)
         *_, state = list(steps(tx, WARMUP + 5))[-1]
-        told.append([float(kfac.diagnostics(state)[key]) for key in ("slowest", "fastest")])
+        told.append([float(kfac.diagnostics(state)[key]) for key in ("min_layer_rate", "max_layer_rate")])
     np.testing.assert_allclose(told[0], told[1], rtol=1e-5)
     assert told[0][1] != 1
 
@@ -199,13 +199,13 @@ GIVEN = {"^out/kernel": jnp.float32(0.2), "norm|offset": 3.0, "out|first/bias": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, 3])
-@pytest.mark.parametrize("inverse", [kfac.Soap(), kfac.Cholesky()])
-def test_multipliers_multiply_the_steps_of_layers(x64, devices, inverse):
+@pytest.mark.parametrize("preconditioner", [kfac.SOAP(), kfac.Cholesky()])
+def test_multipliers_multiply_the_steps_of_layers(x64, devices, preconditioner):
     """Of those that share a stack, too; the first that is found counts, and others stay as they are."""
     mesh = devices and jax.make_mesh((devices,), ("devices",), devices=jax.devices()[:devices])
     where = kfac.Distribution(mesh=mesh)
     plain, given = (
-        steps(kfac.kfac(0.05, LAYERS, layer_multipliers=rates, inverse=inverse, distribution=where), 3)
+        steps(kfac.kfac(0.05, LAYERS, layer_multipliers=rates, preconditioner=preconditioner, distribution=where), 3)
         for rates in (None, GIVEN)
     )
     multiplied = {"first": 1, "out": 0.2, "norm": 3.0, "offset": 3.0, "temperature": 1}

@@ -58,22 +58,22 @@ def problem(dtype):
     return params, (tokens, normal(1, N, 4, 3, 2, dtype=dtype), normal(2, N, 100, dtype=dtype))
 
 
-@pytest.mark.parametrize("max_dim", [1, 5, 6, 8, 100])
-def test_blocks_are_those_of_the_whole_factor(x64, max_dim):
+@pytest.mark.parametrize("max_factor_dim", [1, 5, 6, 8, 100])
+def test_blocks_are_those_of_the_whole_factor(x64, max_factor_dim):
     params, batch = problem(jnp.float64)
     whole_layers, grads, whole = run(loss, params, batch)
-    layers, same, found = run(loss, params, batch, max_dim=max_dim)
+    layers, same, found = run(loss, params, batch, max_factor_dim=max_factor_dim)
     jax.tree.map(np.testing.assert_array_equal, grads, same)
-    assert layers.max_dim == max_dim and (max_dim == 100) == (layers.blocks == whole_layers.blocks)
+    assert layers.max_factor_dim == max_factor_dim and (max_factor_dim == 100) == (layers.blocks == whole_layers.blocks)
     for layer in layers:
-        for name, size, count in (("A", layer.d_in, layer.cut[0]), ("G", layer.d_out, layer.cut[1])):
+        for name, size, count in (("A", layer.d_in, layer.num_blocks[0]), ("G", layer.d_out, layer.num_blocks[1])):
             expected, value = np.asarray(getattr(whole[layer.name], name)), getattr(found[layer.name], name)
             table = name == "A" and layer.kind == "embedding"
-            assert count == (1 if table else -(-size // max_dim)) and layer.diagonal == ("A",) * (
+            assert count == (1 if table else -(-size // max_factor_dim)) and layer.diagonal == ("A",) * (
                 layer.kind == "embedding"
             )
             if count > 1:
-                assert f"{name} has more than max_dim={max_dim} rows" in layer.note
+                assert f"{name} has more than max_factor_dim={max_factor_dim} rows" in layer.note
                 copies = expected if layer.stacked else expected[None]
                 blocks = np.stack([blocks_on_the_diagonal(x, count) for x in copies])
                 expected = blocks if layer.stacked else blocks[0]
@@ -94,17 +94,17 @@ def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
     params["conv"] = normal(9, 4, 4, 20, 60, dtype=jnp.float64)
     batch = normal(20, N, 63, dtype=jnp.float64), normal(21, N, 4, 4, 20, dtype=jnp.float64)
     whole_layers, _, whole = run(loss, params, batch)
-    layers, _, found = run(loss, params, batch, max_dim=None)
-    assert all(layer.cut == (1, 1) for layer in whole_layers)
-    cuts = {layer.name: layer.cut for layer in layers}
+    layers, _, found = run(loss, params, batch, max_factor_dim=None)
+    assert all(layer.num_blocks == (1, 1) for layer in whole_layers)
+    cuts = {layer.name: layer.num_blocks for layer in layers}
     assert cuts == {"conv": (1, 1), "down": (2, 1), "head": (1, 1), "up": (1, 4), "wide": (1, 1)}
-    assert layers["up"].note == "G has 4 times the rows of A; max_dim=8192 keeps it whole"
+    assert layers["up"].note == "G has 4 times the rows of A; max_factor_dim=8192 keeps it whole"
     assert layers["up"].block_shapes == {"A": (64, 64), "G": (65, 65)}
     for name, side, count in (("up", "G", 4), ("down", "A", 2)):
         expected = blocks_on_the_diagonal(np.asarray(getattr(whole[name], side)), count)
         np.testing.assert_allclose(getattr(found[name], side), expected, rtol=1e-9, atol=1e-12)
     (alone,) = kfac.find_layers(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((257, 30)), jnp.ones((N, 257)))
-    assert alone.cut == (1, 1)  # nine times as long
+    assert alone.num_blocks == (1, 1)  # nine times as long
 
 
 @pytest.mark.parametrize(("shape", "pieces"), [((2100, 64), 8), ((2100, 10), 1), ((64, 2100), 8), ((250, 16), 1)])
@@ -113,14 +113,14 @@ def test_very_oblong_kernels_have_eight_pieces_but_heads_stay_whole(shape, piece
         return jnp.mean(jnp.square(x @ w))
 
     found = kfac.find_layers(loss, jnp.ones(shape), jnp.ones((4, shape[0])))
-    assert found[0].pieces == pieces and max(found[0].cut) == pieces
+    assert found[0].pieces == pieces and max(found[0].num_blocks) == pieces
 
 
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)
     whole = run(loss, params, batch)[2]
-    layers, _, found = run(loss, params, batch, max_dim=5)
+    layers, _, found = run(loss, params, batch, max_factor_dim=5)
     assert {layer.name: layer.diagonal for layer in layers if layer.diagonal} == {
         "conv": ("A",), "grouped": ("A",), "heads": ("G",), "table": ("A",),
     }  # fmt: skip
@@ -131,9 +131,9 @@ def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
 
 def test_the_table_and_the_plan_show_it():
     params, batch = problem(jnp.float32)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=7)
+    layers = kfac.find_layers(loss, params, *batch, max_factor_dim=7)
     row = next(line for line in repr(layers).splitlines() if line.startswith("conv"))
-    assert "13 (2 blocks)" in row and "A has more than max_dim=7 rows" in row
+    assert "13 (2 blocks)" in row and "A has more than max_factor_dim=7 rows" in row
     whole = kfac.find_layers(loss, params, *batch)
     assert kfac.planning.Assignment(layers).memory_per_device < kfac.planning.Assignment(whole).memory_per_device
     assert sum(kfac.planning.Assignment(layers).cost_per_device) < sum(kfac.planning.Assignment(whole).cost_per_device)
@@ -150,35 +150,39 @@ def dense(kind, a, g, v, damping):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 3), (kfac.Ekfac(), 8192)])
-def test_preconditioning_is_a_dense_solve_for_each_piece(x64, inverse, rows, monkeypatch):
+@pytest.mark.parametrize(("preconditioner", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 3), (kfac.EKFAC(), 8192)])
+def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, rows, monkeypatch):
     """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
     monkeypatch.setattr("kfac._capture.make_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=4)
-    tx = kfac.scale_by_kfac(layers, damping=2.0**-5, inverse=inverse)
+    layers = kfac.find_layers(loss, params, *batch, max_factor_dim=4)
+    tx = kfac.scale_by_kfac(layers, damping=2.0**-5, preconditioner=preconditioner)
 
     @jax.jit
     def step(params, batch):
         state = tx.init(params)
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if preconditioner.takes_moments else {}
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch, **basis)
         return grads, factors, *tx.update(grads, kfac.observe(state, factors), params)
 
     grads, factors, updates, state = step(params, batch)
     flat, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
     cut = tuple(layer for layer in layers if layer.pieces > 1)
-    assert {layer.name for layer in cut} == set(SHAPES) and layers["table"].cut == ((4, 2) if rows == 3 else (1, 2))
+    assert {layer.name for layer in cut} == set(SHAPES) and layers["table"].num_blocks == (
+        (4, 2) if rows == 3 else (1, 2)
+    )
     of_gradient, of_update = (jax.tree.map(np.asarray, as_matrices(cut, leaves)) for leaves in (flat, new))
     for layer in cut:
         gradient, found = of_gradient[layer.name], of_update[layer.name]
         for k in range(layer.copies):
             for rows, columns, a, g, v in pieces(layer, factors[layer.name], k, gradient[k]):
-                expected = dense(inverse, a, g, v, 2.0**-5)[: rows.stop - rows.start, : columns.stop - columns.start]
+                expected = dense(preconditioner, a, g, v, 2.0**-5)[
+                    : rows.stop - rows.start, : columns.stop - columns.start
+                ]
                 np.testing.assert_allclose(found[k, rows, columns], expected, rtol=1e-7, atol=1e-10)
-    averages = jax.jit(lambda state: kfac.curvature.averaged_factors(state, layers))(state)
+    averages = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers))(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), averages, factors)
-    if not inverse.takes_moments:
+    if not preconditioner.takes_moments:
         op = jax.jit(lambda state: kfac.curvature.operator(layers, state))(state)
         values = jax.jit(lambda op: (op.inv() @ grads, op.to_dense(), op.eigvalsh(), op.logdet()))(op)
         again, matrix, eigenvalues, logdet = jax.tree.map(np.asarray, values)
@@ -201,7 +205,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
 
     def trained(loss, params, **options):
         layers = kfac.find_layers(loss, params, x, **options)
-        tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(relative=True), damping=1e-3)
+        tx = kfac.scale_by_kfac(layers, preconditioner=kfac.SOAP(relative=True), damping=1e-3)
 
         @jax.jit
         def step(params, state, x):
@@ -215,7 +219,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
             params, state = step(params, state, x + k)
         return params
 
-    found, expected = trained(of_one, w, max_dim=5), trained(of_two, halves)
+    found, expected = trained(of_one, w, max_factor_dim=5), trained(of_two, halves)
     np.testing.assert_allclose(found["w"], np.concatenate([expected["a"], expected["b"]]), rtol=1e-8)
 
 
@@ -224,9 +228,9 @@ def test_a_table_that_is_the_head_too(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.ROWS", 3)
     params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
     whole = run(tied_loss, params, (batch,))[2]
-    layers, _, found = run(tied_loss, params, (batch,), max_dim=4)
+    layers, _, found = run(tied_loss, params, (batch,), max_factor_dim=4)
     for layer in layers:
-        for name, count in zip("AG", layer.cut, strict=True):
+        for name, count in zip("AG", layer.num_blocks, strict=True):
             if layer.kronecker and count > 1 and name not in layer.diagonal:
                 expected = blocks_on_the_diagonal(np.asarray(getattr(whole[layer.name], name)), count)
                 np.testing.assert_allclose(getattr(found[layer.name], name), expected, rtol=1e-9, atol=1e-12)
@@ -236,7 +240,7 @@ def test_a_table_that_is_the_head_too(x64, monkeypatch):
 def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
     """Nor less far than by the root of the number of its pieces."""
     params, batch = problem(jnp.float64)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=4)
+    layers = kfac.find_layers(loss, params, *batch, max_factor_dim=4)
     tx = kfac.kfac(0.1, layers)
 
     @jax.jit
@@ -256,11 +260,11 @@ def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inverse", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 8192)])
-def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
+@pytest.mark.parametrize(("preconditioner", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 8192)])
+def test_several_devices_are_one(x64, preconditioner, rows, monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
-    layers = kfac.find_layers(loss, params, *batch, max_dim=5)
+    layers = kfac.find_layers(loss, params, *batch, max_factor_dim=5)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     same, split = PartitionSpec(), PartitionSpec("d")
 
@@ -268,9 +272,9 @@ def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch)
         return tx.update(average(grads), kfac.observe(tx.init(params), factors), params)[0]
 
-    alone = functools.partial(step, kfac.scale_by_kfac(layers, inverse=inverse), lambda g: g)
+    alone = functools.partial(step, kfac.scale_by_kfac(layers, preconditioner=preconditioner), lambda g: g)
     expected = jax.jit(alone, compiler_options=FAST)(params, batch)
-    tx = kfac.scale_by_kfac(layers, inverse=inverse, distribution=kfac.Distribution("d"))
+    tx = kfac.scale_by_kfac(layers, preconditioner=preconditioner, distribution=kfac.Distribution("d"))
     mapped = functools.partial(step, tx, lambda g: lax.pmean(g, "d"))
     over = jax.shard_map(mapped, mesh=mesh, in_specs=(same, split), out_specs=same)
     found = jax.jit(over, compiler_options=FAST)(params, batch)
@@ -279,12 +283,12 @@ def test_several_devices_are_one(x64, inverse, rows, monkeypatch):
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "8"])
 def test_bad_bounds(value):
-    with pytest.raises(ValueError, match="max_dim must be a positive int"):
-        kfac.find_layers(lambda p, x: jnp.mean(x @ p), jnp.ones((5, 2)), jnp.ones((N, 5)), max_dim=value)
+    with pytest.raises(ValueError, match="max_factor_dim must be a positive int"):
+        kfac.find_layers(lambda p, x: jnp.mean(x @ p), jnp.ones((5, 2)), jnp.ones((N, 5)), max_factor_dim=value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kfac.Cholesky(), kfac.Eigh(), kfac.Soap()], ids=lambda kind: type(kind).__name__)
+@pytest.mark.parametrize("kind", [kfac.Cholesky(), kfac.Eigh(), kfac.SOAP()], ids=lambda kind: type(kind).__name__)
 @pytest.mark.parametrize(("size", "words"), [(7, 100), (8, 100), (7, 6)])
 def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, monkeypatch):
     """Blocks of the kernel stay where they are, with zeros in the place of the 1; a diagonal is cut, too."""
@@ -296,16 +300,16 @@ def test_a_bias_that_is_hidden_leaves_the_last_block(x64, kind, size, words, mon
 
     params = {"w": normal(0, size, 3, dtype=jnp.float64), "b": normal(1, 3, dtype=jnp.float64)}
     batch = normal(2, N, size, dtype=jnp.float64)
-    layers = kfac.find_layers(loss, params, batch, max_dim=4)
+    layers = kfac.find_layers(loss, params, batch, max_factor_dim=4)
     (layer,) = layers
-    rows, count = layer.block_shapes["A"][0], layer.cut[0]
+    rows, count = layer.block_shapes["A"][0], layer.num_blocks[0]
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
-    own = kfac.scale_by_kfac(layers, inverse=kind, damping=2.0**-7, distribution=kfac.Distribution())
+    own = kfac.scale_by_kfac(layers, preconditioner=kind, damping=2.0**-7, distribution=kfac.Distribution())
     tx = optax.partition({"kfac": own, "sgd": optax.sgd(1.0)}, {"w": "kfac", "b": "sgd"})
     updates, state = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     np.testing.assert_array_equal(updates["b"], -grads["b"])
     updates, _ = jax.jit(observing(tx))(grads, state, params, factors=factors)  # and once more
-    if isinstance(kind, kfac.Soap):
+    if isinstance(kind, kfac.SOAP):
         assert np.isfinite(updates["w"]).all() and np.abs(updates["w"] - grads["w"]).max() > 0.1
         return
     block, v = factors[layer.name], np.zeros((3, rows * count))

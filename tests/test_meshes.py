@@ -32,7 +32,7 @@ def scanned(p, b):
         return h + jnp.tanh(h * q["scale"] @ q["w"] + q["b"]), None
 
     h, _ = lax.scan(block, b["x"] @ p["in"]["w"] + p["in"]["b"], p["blocks"])
-    return entropy(kfac.output(h @ p["out"], "categorical"), b["y"][:, None])
+    return entropy(kfac.mark_output(h @ p["out"], "categorical"), b["y"][:, None])
 
 
 def convolution(p, b):
@@ -142,10 +142,10 @@ def test_a_mesh_is_one_device(name, kind, form):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("convolution", {"inverse": kfac.Cholesky()}),
+        ("convolution", {"preconditioner": kfac.Cholesky()}),
         ("dense", {"step_norm": None, "trust_ratio": 0.1}),
         ("dense", {"step_norm": None, "kl_clip": 1e-4}),
-        ("scanned", {"inverse": kfac.Cholesky()}),
+        ("scanned", {"preconditioner": kfac.Cholesky()}),
         ("convolution", {"step_norm": None, "kl_clip": 1e-4}),
     ],
 )

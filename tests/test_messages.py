@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from kfac._curvature.blocks import group_layers
-from kfac._distributed.segments import make_buckets
+from kfac._distributed.message_layout import make_buckets
 from kfac._statistics import convolution, moments
 
 DEVICES = 4
@@ -60,7 +60,7 @@ def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
     def measure(params, batch, basis):
         return kfac.value_and_grad(loss, layers)(params, batch, **({"basis": basis} if moments_too else {}))
 
-    state = jax.eval_shape(kfac.kfac(0.1, layers, inverse=kfac.Ekfac()).init, params)
+    state = jax.eval_shape(kfac.kfac(0.1, layers, preconditioner=kfac.EKFAC()).init, params)
     basis = jax.eval_shape(lambda state: kfac.curvature.eigenbasis(state, layers), state)
     place = [NamedSharding(mesh, spec) for spec in (P(), P("data"), P())]
     with jax.set_mesh(mesh):
@@ -143,7 +143,7 @@ def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistic
     """Counted from the jaxpr of a training step of ResNet-50: FLOPs of products on which that message does not wait."""
     loss, params, batch, _ = messages.resnet50(DEVICES, size=64)
     layers = kfac.find_layers(loss, params, batch)
-    tx = kfac.scale_by_kfac(layers, inverse_every=10, distribution=kfac.Distribution("data"))
+    tx = kfac.scale_by_kfac(layers, inverse_update_period=10, distribution=kfac.Distribution("data"))
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
     specs = kfac.state.state_specs(tx, params, "data")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)

@@ -268,7 +268,7 @@ def test_the_loss_of_a_training_step_is_the_devices_own():
     def square(p, x):
         return jnp.mean((x @ p["w"]) ** 2)
 
-    step = kfac.train_step(square, 0.1, inverse=kfac.Cholesky(), verbose=False)
+    step = kfac.train_step(square, 0.1, preconditioner=kfac.Cholesky(), verbose=False)
     spec, mesh = jax.sharding.PartitionSpec, jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,))
 
     def local(params, x):

@@ -128,28 +128,28 @@ MISTAKES = {
     ),
     "layers to train_step": (
         lambda: kfac.train_step(loss_fn, RATE, layers=layers()),
-        r"train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here",
+        r"train_step finds the layers by itself: leave layers= out, and pass skip= and max_factor_dim= here",
     ),
     "a rate of text": (lambda: kfac.kfac("0.05", layers()), r"learning_rate must be a number or a schedule.*'0\.05'"),
     "a negative rate": (lambda: kfac.kfac(-RATE, layers()), r"learning_rate must lie in \[0, inf\), but is -0\.05"),
     "no damping": (lambda: optimizer(damping=0), r"damping must lie in \(0, inf\), but is 0"),
     "a class of inverses": (
-        lambda: optimizer(inverse=kfac.Cholesky),
+        lambda: optimizer(preconditioner=kfac.Cholesky),
         r"but is the class Cholesky: call it, Cholesky\(",
     ),
     "an inverse by name": (
-        lambda: optimizer(inverse="soap"),
+        lambda: optimizer(preconditioner="soap"),
         r"such as kfac\.Cholesky\(\), but is of type str: 'soap'",
     ),
     "no rate": (lambda: kfac.kfac(None, layers()), r"learning_rate must be a number or a schedule, but is None"),
-    "no cost": (lambda: optimizer(cost=None), r"cost must be a number, but is None"),
-    "a cost that nothing goes by": (
-        lambda: optimizer(step_norm=None, cost=0.2),
-        r"cost=0\.2 has no effect: with step_norm=None every step has statistics. Leave cost out",
+    "no overhead": (lambda: optimizer(overhead=None), r"overhead must be a number, but is None"),
+    "an overhead that nothing goes by": (
+        lambda: optimizer(step_norm=None, overhead=0.2),
+        r"overhead=0\.2 has no effect: with step_norm=None every step has statistics. Leave overhead out",
     ),
     "no refreshes in words": (
-        lambda: optimizer(inverse_every="never"),
-        r"inverse_every must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None, so that kfac\.observe",
+        lambda: optimizer(inverse_update_period="never"),
+        r"inverse_update_period must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None, so that",
     ),
     "an option that train_step has not": (
         lambda: kfac.train_step(loss_fn, RATE, foo=1),
@@ -160,12 +160,12 @@ MISTAKES = {
         r"num_microbatches=3 does not divide the 16 examples of the batch",
     ),
     "a loss in the place of the layers": (
-        lambda: kfac.presets.deterministic(loss_fn),
+        lambda: kfac.presets.full_batch(loss_fn),
         r"layers must be what kfac\.find_layers returns, but is function",
     ),
     "gradient of what skip leaves out": (
-        lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient=["bias", "out/kernel"]),
-        r"gradient: 'out/kernel' matches no parameter left by skip=, so it has no effect",
+        lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient_factors=["bias", "out/kernel"]),
+        r"gradient_factors: 'out/kernel' matches no parameter left by skip=, so it has no effect",
     ),
     "kl_clip beside step_norm": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass step_norm=None with"),
     "trust_ratio beside step_norm": (
@@ -180,13 +180,13 @@ MISTAKES = {
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
         r"skip must be a sequence of regular expressions, but is 'bias'",
     ),
-    "a cost that is a schedule": (
-        lambda: optimizer(cost=lambda step: 0.1),
-        r"cost must be a number, but is a function",
+    "an overhead that is a schedule": (
+        lambda: optimizer(overhead=lambda step: 0.1),
+        r"overhead must be a number, but is a function",
     ),
     "a pattern for train_step that matches nothing": (
-        lambda: kfac.train_step(loss_fn, RATE, reduce=("nowhere",)).init(initial(), batch(0)),
-        r"reduce: 'nowhere' matches no parameter",
+        lambda: kfac.train_step(loss_fn, RATE, kfac_reduce=("nowhere",)).init(initial(), batch(0)),
+        r"kfac_reduce: 'nowhere' matches no parameter",
     ),
     "a kernel without rows for a strict train_step": (
         lambda: kfac.train_step(doubled, RATE, strict=True).init(jnp.ones((4, 2)), jnp.ones((8, 4))),
@@ -283,7 +283,7 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         *((find, {option: "no"}, f"{option} must be True or False, but is 'no'") for option in ("has_aux", "strict")),
         *((find, {"batch_argnums": wrong}, "batch_argnums must be the position") for wrong in (True, (), (1, 1), 1.5)),
         (find, {"skip": 3}, "skip must be a sequence of regular expressions, but is 3"),
-        (find, {"reduce": ("bias",)}, "reduce: 'bias' matches no kernel of a product with exact rows"),
+        (find, {"kfac_reduce": ("bias",)}, "kfac_reduce: 'bias' matches no kernel of a product with exact rows"),
         (measure, {"has_aux": "no"}, "has_aux must be True or False"),
         (measure, {"loss_fn": 3}, "loss_fn must be a function, but is 3"),
         (measure, {"layers": 3}, "layers must be what kfac.find_layers returns, but is int"),
@@ -295,13 +295,16 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (train, {"fisher": "x"}, "fisher must be one of 'empirical'"),
         (train, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
         (train, {"strict": 1}, "strict must be True or False"),
-        (train, {"max_dim": 0.5}, "max_dim must be a positive int"),
+        (train, {"max_factor_dim": 0.5}, "max_factor_dim must be a positive int"),
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
-        (train, {"inverse": "soap"}, r"inverse must be a kind of inverse such as kfac\.Cholesky"),
-        (train, {"step_norm": None, "cost": 0.2}, r"cost=0\.2 has no effect"),
+        (train, {"preconditioner": "soap"}, r"preconditioner must be a kind of inverse such as kfac\.Cholesky"),
+        (train, {"step_norm": None, "overhead": 0.2}, r"overhead=0\.2 has no effect"),
         (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),
         (train, {"statistics_fraction": 0.3}, "statistics_fraction must be 1 over an integer, such as 1/3, but is 0.3"),
-        *((train, {name: "w"}, f"{name} must be a sequence of regular") for name in ("skip", "reduce", "gradient")),
+        *(
+            (train, {name: "w"}, f"{name} must be a sequence of regular")
+            for name in ("skip", "kfac_reduce", "gradient_factors")
+        ),
     ],
 )
 def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):
@@ -349,7 +352,7 @@ def test_schedule_free_without_momentum_is_taken():
 @pytest.mark.slow
 def test_a_bias_that_its_statistics_hold_fast():
     """With moments in the basis of kernel and bias together, the bias cannot leave."""
-    tx = optimizer(inverse=kfac.Ekfac())
+    tx = optimizer(preconditioner=kfac.EKFAC())
     basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
     factors = kfac.value_and_grad(loss_fn, layers())(initial(), batch(0), basis=basis)[2]
     mask = jax.tree.map(lambda leaf: leaf.ndim == 2, initial())
@@ -359,7 +362,7 @@ def test_a_bias_that_its_statistics_hold_fast():
     assert differ(factors, jax.tree.map(jnp.zeros_like, factors))
 
 
-@pytest.mark.parametrize("option", ["skip", "reduce", "gradient", "batch_argnums"])
+@pytest.mark.parametrize("option", ["skip", "kfac_reduce", "gradient_factors", "batch_argnums"])
 def test_an_iterator_is_refused(option):
     """It would have ended when it was checked, and nothing would have been skipped."""
     with pytest.raises(ValueError, match=f"{option} must be .* but is <generator"):

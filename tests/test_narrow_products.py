@@ -115,13 +115,13 @@ def test_steps_of_soap_with_products_of_parts(monkeypatch):
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "benchmarks"))
     import gpu_speed
 
-    inverse = gpu_speed.INVERSES["Soap in float32"][0]
+    preconditioner = gpu_speed.INVERSES["SOAP in float32"][0]
     monkeypatch.setattr(soap, "orthonormal", orthonormal.orthonormal_by_products)
-    expected = gpu_speed.three_steps(inverse)
+    expected = gpu_speed.three_steps(preconditioner)
     monkeypatch.setattr(soap, "exact_product", sixfold)
     monkeypatch.setattr(cholesky, "exact_product", sixfold)
     monkeypatch.setattr(orthonormal, "close_product", threefold)
-    found = gpu_speed.disagreement(gpu_speed.three_steps(inverse), expected, limit=0.005)
+    found = gpu_speed.disagreement(gpu_speed.three_steps(preconditioner), expected, limit=0.005)
     assert found["agrees"], found
 
 

@@ -126,14 +126,16 @@ def test_num_examples_leads_on(build, alone):
     case = Specimen("", "", build, penalised=build is penalised_tokens)
     compare(layers, *fn(params, batch), expected, case)
     assert sum(layer.kind == "dense" for layer in layers) >= 2
-    assert not any(layer.kind == "gradient" for layer in layers)  # a bias of a kernel meets the rows of the kernel
+    assert not any(
+        layer.kind == "gradient-factors" for layer in layers
+    )  # a bias of a kernel meets the rows of the kernel
 
 
 def test_a_number_that_cannot_be_known_is_asked_for():
     loss, params, batch = graphs()
     layers = kfac.find_layers(loss, params, batch)
     why = "the loss cannot be traced with 12 examples in argument 1"
-    assert layers.hidden.startswith(why)
+    assert layers.unknown_batch_reason.startswith(why)
     with pytest.raises(ValueError, match=rf"number of examples is not clear: {why} \(.*Pass num_examples="):
         jax.eval_shape(kfac.value_and_grad(loss, layers), params, batch)
 
@@ -236,7 +238,7 @@ def test_some_uses_may_see_fewer_rows_than_there_are_examples():
     inside, border = normal(1, N, D), normal(2, N // 2, D)
 
     def loss(p, inside, border):
-        return sum(mean_square(kfac.output(jnp.tanh(x @ p["u"]) @ p["v"], "gaussian")) for x in (inside, border))
+        return sum(mean_square(kfac.mark_output(jnp.tanh(x @ p["u"]) @ p["v"], "gaussian")) for x in (inside, border))
 
     few, many = (factors_of(loss, inside, border, num_examples=n) for n in (N // 2, N))
     for name in weights():  # A has 1/n in front, G has n^2: the rows are the same

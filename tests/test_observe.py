@@ -25,31 +25,33 @@ from problem import (
 )
 
 compiled = functools.partial(jax.jit, compiler_options=QUICKLY)
-INVERSES = [kfac.Soap(), kfac.Cholesky(), kfac.Ekfac()]
+INVERSES = [kfac.SOAP(), kfac.Cholesky(), kfac.EKFAC()]
 
 
-def basis_of(state, found, inverse):
-    return {"basis": kfac.curvature.eigenbasis(state, found)} if inverse.takes_moments else {}
+def basis_of(state, found, preconditioner):
+    return {"basis": kfac.curvature.eigenbasis(state, found)} if preconditioner.takes_moments else {}
 
 
-@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
-def test_two_programs_are_one(inverse, x64):
+@pytest.mark.parametrize("preconditioner", INVERSES, ids=lambda preconditioner: type(preconditioner).__name__)
+def test_two_programs_are_one(preconditioner, x64):
     """Twenty steps, of which some have statistics and some of these new inverses."""
     params = initial(jnp.float64)
-    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), gradient=["temperature"])
-    tx = kfac.kfac(0.05, found, inverse=inverse, cost=0.5, inverse_every=3)
+    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), gradient_factors=["temperature"])
+    tx = kfac.kfac(0.05, found, preconditioner=preconditioner, overhead=0.5, inverse_update_period=3)
     together = kfac.value_and_grad(loss_fn, found)
 
     @compiled
     def in_one(params, state, batch, due):
-        _, grads, factors = together(params, batch, **basis_of(state, found, inverse))
+        _, grads, factors = together(params, batch, **basis_of(state, found, preconditioner))
         state = jax.lax.cond(due, lambda state: kfac.observe(state, factors), lambda state: state, state)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     @compiled
     def observe(params, state, batch):
-        return kfac.observe(state, kfac.statistics(loss_fn, found)(params, batch, **basis_of(state, found, inverse)))
+        return kfac.observe(
+            state, kfac.statistics(loss_fn, found)(params, batch, **basis_of(state, found, preconditioner))
+        )
 
     @compiled
     def step(params, state, batch):
@@ -69,20 +71,30 @@ def test_two_programs_are_one(inverse, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: type(inverse).__name__)
-def test_a_step_without_statistics_changes_no_average(inverse):
+@pytest.mark.parametrize("preconditioner", INVERSES, ids=lambda preconditioner: type(preconditioner).__name__)
+def test_a_step_without_statistics_changes_no_average(preconditioner):
     """And no inverse: what a step changes of the state is the momentum, its own moments and what it counts."""
-    tx = kfac.scale_by_kfac(layers(), inverse=inverse)
+    tx = kfac.scale_by_kfac(layers(), preconditioner=preconditioner)
     factors = measured(0)[1]
-    if inverse.takes_moments:
+    if preconditioner.takes_moments:
         basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
         factors = kfac.statistics(loss_fn, layers())(initial(), batch(0), basis=basis)
     state = compiled(kfac.observe)(compiled(tx.init)(initial()), factors)
     after = compiled(tx.update)(measured(1)[0], state)[1]
-    fields = ("factors", "weight", "condition", "inverted", *(() if inverse.takes_gradients else ("inverse",)))
+    fields = (
+        "factors",
+        "weight",
+        "condition",
+        "inverted",
+        *(() if preconditioner.takes_gradients else ("preconditioner",)),
+    )
     for field in fields:
         assert_equal(field_of(after, field), field_of(state, field))
-    assert after.count == 1 and after.measured == state.measured == 0 and after.refreshed == state.refreshed == 0
+    assert (
+        after.count == 1
+        and after.last_statistics_step == state.last_statistics_step == 0
+        and after.refreshed == state.refreshed == 0
+    )
 
 
 def others(tree):
@@ -106,7 +118,7 @@ def test_nothing_else_is_changed():
 
 
 def test_they_are_due_until_they_are_taken_and_again_after_the_interval():
-    tx = kfac.scale_by_kfac(layers(), statistics_every=3, inverse_every=6, refresh_warmup=0)
+    tx = kfac.scale_by_kfac(layers(), statistics_period=3, inverse_update_period=6, interval_warmup_steps=0)
     state, observe, update = tx.init(initial()), compiled(kfac.observe), compiled(tx.update)
     due, ages = [], []
     for t in range(7):
@@ -129,27 +141,27 @@ def test_whether_they_are_due_is_known_after_the_state_was_donated():
 
 def test_two_observations_before_a_step_are_both_averaged():
     """As of two batches between two steps."""
-    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
     state, observe = tx.init(initial()), compiled(kfac.observe)
     for t in range(2):
         state = observe(state, measured(t)[1])
-    found = kfac.curvature.averaged_factors(state, layers())
+    found = kfac.curvature.factors_from_state(state, layers())
     expected = jax.tree.map(lambda a, b: (a / 2 + b) / 1.5, *(measured(t)[1] for t in range(2)))
     assert_close(dict(found), dict(expected), 1e-5)
 
 
 def test_without_factors_all_inverses_are_refreshed():
     """Whatever the interval; averages and their age stay."""
-    tx = kfac.scale_by_kfac(layers(), damping=lambda t: 0.1 * (1 + t), inverse_every=5, refresh_warmup=0)
+    tx = kfac.scale_by_kfac(layers(), damping=lambda t: 0.1 * (1 + t), inverse_update_period=5, interval_warmup_steps=0)
     state = compiled(kfac.observe)(tx.init(initial()), measured(0)[1])
     state = compiled(tx.update)(measured(0)[0], state)[1]
     after = compiled(kfac.observe)(state)
     fresh = kfac.scale_by_kfac(layers(), damping=0.2)
     expected = compiled(kfac.observe)(fresh.init(initial()), measured(0)[1])
-    assert_close(field_of(after, "inverse"), field_of(expected, "inverse"), 1e-5)
-    assert differ(field_of(after, "inverse"), field_of(state, "inverse"))
+    assert_close(field_of(after, "preconditioner"), field_of(expected, "preconditioner"), 1e-5)
+    assert differ(field_of(after, "preconditioner"), field_of(state, "preconditioner"))
     assert_equal(field_of(after, "factors"), field_of(state, "factors"))
-    assert after.refreshed == 1 and after.measured == 0
+    assert after.refreshed == 1 and after.last_statistics_step == 0
 
 
 @pytest.mark.slow
@@ -164,7 +176,7 @@ def test_several_states_take_the_factors_of_their_own_layers():
     grads, factors = measured(0)
     state = compiled(kfac.observe)(tx.init(initial()), factors)
     for label, part in state.inner_states.items():
-        found = kfac.curvature.averaged_factors(part, of(label))
+        found = kfac.curvature.factors_from_state(part, of(label))
         assert set(found) == {name for name in factors if names[name] == label}
         assert_close({name: factors[name] for name in found}, dict(found), 1e-6)
     updates, _ = compiled(tx.update)(grads, state, initial())
@@ -174,15 +186,15 @@ def test_several_states_take_the_factors_of_their_own_layers():
 
 
 def test_several_states_take_the_gradients_of_their_own_layers():
-    everything = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["offset", "temperature"])
+    everything = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["offset", "temperature"])
     factors = kfac.statistics(loss_fn, everything)(initial(), batch(0))
     assert set(factors.gradients) == {"offset", "temperature"}
-    own = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["offset"], skip=["temperature"])
+    own = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["offset"], skip=["temperature"])
     states = [kfac.kfac(0.1, found).init(initial()) for found in (everything, own)]
     together = kfac.observe(states, factors)
     alone = kfac.observe(states[0], factors)
     assert_equal(field_of(together[0], "factors"), field_of(alone, "factors"))
-    assert all(state_of(state).measured == 0 for state in together)
+    assert all(state_of(state).last_statistics_step == 0 for state in together)
 
 
 def raising(call, words, kind=ValueError):
@@ -214,11 +226,11 @@ def test_mistakes_are_said():
     raising(lambda: tx.update(grads, state, initial(), factors=factors), words, TypeError)
     words = r"updates are statistics, where gradients belong: opt_state = kfac\.observe\(opt_state, factors\)"
     raising(lambda: tx.update(factors, state, initial()), words)
-    raising(lambda: kfac.due, r"kfac\.due is now kfac\.statistics_due", AttributeError)
+    raising(lambda: kfac.due, r"kfac\.due is now statistics_due", AttributeError)
 
 
 def test_forgotten_statistics_are_warned_of_once():
-    tx, grads = kfac.scale_by_kfac(layers(), statistics_every=2), measured(0)[0]
+    tx, grads = kfac.scale_by_kfac(layers(), statistics_period=2), measured(0)[0]
     state = tx.init(initial())
     with pytest.warns(UserWarning, match=r"no new statistics for more than two intervals.*kfac\.observe") as warned:
         for _ in range(7):
@@ -227,7 +239,7 @@ def test_forgotten_statistics_are_warned_of_once():
 
 
 def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
-    found = kfac.find_layers(loss_fn, initial(), batch(0), gradient=["temperature"])
+    found = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["temperature"])
     factors = kfac.statistics(loss_fn, found)(initial(), batch(0))
     state = kfac.kfac(0.1, found).init(initial())
     with pytest.raises(ValueError, match=r"factors.gradients must hold the gradient of 'temperature'"):
@@ -243,7 +255,7 @@ def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
 @pytest.mark.slow
 def test_a_state_is_its_own_argument_in_a_loop():
     """Structure and types stay, so `scan` and `cond` take it."""
-    tx = kfac.kfac(0.05, layers(), cost=0.5)
+    tx = kfac.kfac(0.05, layers(), overhead=0.5)
     grads, factors = measured(0)
 
     def step(carry, _):

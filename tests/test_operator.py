@@ -28,7 +28,7 @@ def loss_fn(p, batch):
     h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-2)
     h = h * p["norm"]["scale"] + p["norm"]["shift"]
     h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["stack"])
-    z = kfac.output(h @ p["out"] * p["skipped"] + p["offset"], "gaussian")
+    z = kfac.mark_output(h @ p["out"] * p["skipped"] + p["offset"], "gaussian")
     return 0.5 * jnp.sum((z - y) ** 2, -1).mean()
 
 
@@ -97,7 +97,7 @@ def blocks_of(form, damping):
                 pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
                 root = np.sqrt(damping)
                 matrix = np.kron(a + pi * root * np.eye(len(a)), g + root / pi * np.eye(len(g)))
-            elif form == "ekfac" and layer.correctable:
+            elif form == "ekfac" and layer.supports_ekfac:
                 q = np.kron(basis[layer.name].A[k], basis[layer.name].G[k])
                 matrix = q @ np.diag(np.asarray(block.moments[k]).T.ravel()) @ q.T + damping * eye
             else:
@@ -111,8 +111,10 @@ def made(form, damping=DAMPING):
     if form == "ekfac":
         factors, basis = measured(basis=True)
         return jax.jit(lambda *x: kfac.curvature.operator(layers(), x[0], basis=x[1], damping=damping))(factors, basis)
-    inverse = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
-    made_of = jax.jit(lambda factors: kfac.curvature.operator(layers(), factors, inverse=inverse, damping=damping))
+    preconditioner = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
+    made_of = jax.jit(
+        lambda factors: kfac.curvature.operator(layers(), factors, preconditioner=preconditioner, damping=damping)
+    )
     return made_of(measured()[1])
 
 
@@ -210,13 +212,16 @@ def test_samples_have_the_covariance():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__)
-def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
-    tx, measure = kfac.scale_by_kfac(layers(), damping=DAMPING, inverse=inverse), kfac.value_and_grad(loss_fn, layers())
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(), kfac.Eigh(), kfac.EKFAC()], ids=lambda i: type(i).__name__)
+def test_the_inverse_of_a_state_is_what_its_optimizer_applies(preconditioner):
+    tx, measure = (
+        kfac.scale_by_kfac(layers(), damping=DAMPING, preconditioner=preconditioner),
+        kfac.value_and_grad(loss_fn, layers()),
+    )
 
     @jax.jit
     def step(state, batch):
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if inverse.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if preconditioner.takes_moments else {}
         _, grads, factors = measure(parameters(), batch, **basis)
         state = kfac.observe(state, factors)
         updates, state = tx.update(grads, state)
@@ -232,7 +237,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(inverse):
 
 
 def test_the_operator_before_the_first_step_has_the_damping_of_that_step():
-    tx = kfac.scale_by_kfac(layers(), damping=DAMPING, inverse=kfac.Eigh())
+    tx = kfac.scale_by_kfac(layers(), damping=DAMPING, preconditioner=kfac.Eigh())
 
     @jax.jit
     def found(params, batch):
@@ -247,7 +252,7 @@ def test_the_operator_before_the_first_step_has_the_damping_of_that_step():
 
 @pytest.mark.slow
 def test_the_factors_of_a_state_are_its_averages():
-    tx = kfac.scale_by_kfac(layers(), factor_decay=0.5)
+    tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
     measure, update = jax.jit(kfac.value_and_grad(loss_fn, layers())), jax.jit(observing(tx))
     state, seen = jax.jit(tx.init)(parameters()), []
     for seed in range(2):
@@ -255,14 +260,14 @@ def test_the_factors_of_a_state_are_its_averages():
         seen.append(factors)
         _, state = update(grads, state, factors=factors)
     expected = jax.tree.map(lambda a, b: (np.asarray(a) / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
-    found = jax.jit(lambda state: kfac.curvature.averaged_factors(state, layers()))({"some": (state,)})
+    found = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers()))({"some": (state,)})
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):
-        kfac.curvature.averaged_factors({}, layers())
+        kfac.curvature.factors_from_state({}, layers())
     # As many blocks as on one device, but dealt out.
     with pytest.raises(ValueError, match=r"must be the state of one device: call kfac\.state\.gather_state"):
-        kfac.curvature.averaged_factors(kfac.state.scatter_state(state, 2), layers())
+        kfac.curvature.factors_from_state(kfac.state.scatter_state(state, 2), layers())
 
 
 @pytest.mark.slow
@@ -304,10 +309,13 @@ def refusals():
         (lambda: kfac.curvature.operator(layers(), factors, damping=-1.0), "damping must lie"),
         (lambda: kfac.curvature.operator(layers(), with_moments), "pass the basis="),
         (lambda: kfac.curvature.operator(layers(), factors, basis=basis), "have no moments"),
-        (lambda: kfac.curvature.operator(layers(), factors, inverse=kfac.Ekfac()), "needs the basis="),
-        (lambda: kfac.curvature.operator(layers(), with_moments, basis=basis, inverse=kfac.Eigh()), "no use for basis"),
+        (lambda: kfac.curvature.operator(layers(), factors, preconditioner=kfac.EKFAC()), "needs the basis="),
+        (
+            lambda: kfac.curvature.operator(layers(), with_moments, basis=basis, preconditioner=kfac.Eigh()),
+            "no use for basis",
+        ),
         (lambda: kfac.curvature.operator(layers(), state, basis=basis), "basis is for factors"),
-        (lambda: kfac.curvature.operator(layers(), state, inverse=kfac.Ekfac()), "the state is that of"),
+        (lambda: kfac.curvature.operator(layers(), state, preconditioner=kfac.EKFAC()), "the state is that of"),
         (lambda: made("eigh").block("skipped"), "no layer 'skipped'"),
         (lambda: made("eigh") @ {"other": jnp.ones(2)}, "have a leaf 'other'"),
     ]
@@ -333,7 +341,7 @@ def test_the_table_says_the_dtype_of_the_statistics():
 
 
 def test_only_numbers_multiply():
-    with pytest.raises(TypeError, match=r"multiplied by numbers, not by Operator$"):
+    with pytest.raises(TypeError, match=r"multiplied by numbers, not by BlockOperator$"):
         made("eigh") * made("eigh")
 
 
@@ -342,7 +350,7 @@ def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
     """Both have the shape of the only leaf."""
 
     def loss(p, x):
-        return 0.5 * jnp.mean(kfac.output((x @ ravel_pytree(p)[0])[:, None], "gaussian") ** 2)
+        return 0.5 * jnp.mean(kfac.mark_output((x @ ravel_pytree(p)[0])[:, None], "gaussian") ** 2)
 
     params, x = tree(normal(0, 4)), normal(1, N, 4)
     found = kfac.find_layers(loss, params, x)

@@ -64,7 +64,7 @@ def batches():
 
 def found_layers(**options):
     layers = kfac.find_layers(loss_fn, parameters(), batches()[0], **options)
-    own = {layer.name for layer in layers if layer.kind == "gradient"}
+    own = {layer.name for layer in layers if layer.kind == "gradient-factors"}
     assert own == {*MATRICES, *VECTORS} and layers["unused"].kind == "skipped"
     assert (layers["stack"].copies, layers["stack"].stacked) == (2, True)
     return layers
@@ -145,7 +145,7 @@ def run(step, state, place=lambda x: x):
 )
 def test_they_are_averages_of_the_gradient(decay, parts):
     layers = found_layers()
-    tx = kfac.scale_by_kfac(layers, factor_decay=decay)
+    tx = kfac.scale_by_kfac(layers, factor_ema_decay=decay)
     spread = functools.partial(kfac.microbatch, num_microbatches=parts)
     check(run(step_of(layers, tx, spread), jax.jit(tx.init)(parameters())), layers, decay)
 
@@ -165,7 +165,7 @@ def mesh_of(devices):
 )
 def test_on_devices_of_a_shard_map(options):
     layers, mesh = found_layers(), mesh_of(3)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, inverse=kfac.Cholesky())
+    tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75, preconditioner=kfac.Cholesky())
     specs = kfac.state.state_specs(tx, parameters(), "data")
     average = (lambda g: g) if options.get("gradients") == "local" else lambda g: lax.pmean(g, "data")
     local = step_of(layers, tx, average=average)
@@ -181,7 +181,7 @@ def test_on_devices_of_a_shard_map(options):
 @pytest.mark.slow  # those of a shard_map meet in the same places
 def test_on_devices_of_a_pmap():
     layers, devices = found_layers(), jax.devices()[:3]
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution("data"))
+    tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75, distribution=kfac.Distribution("data"))
     local = step_of(layers, tx, average=lambda grads: lax.pmean(grads, "data"))
     steps = {
         statistics: jax.pmap(
@@ -200,7 +200,7 @@ def test_on_devices_of_a_pmap():
 @pytest.mark.slow
 def test_under_jit_over_a_mesh():
     layers, mesh = found_layers(), mesh_of(3)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75, distribution=kfac.Distribution(mesh=mesh))
+    tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75, distribution=kfac.Distribution(mesh=mesh))
     step = step_of(layers, tx)
     state = run(step, jax.jit(tx.init)(parameters()), lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
     check(jax.jit(kfac.state.gather_state)(state), layers)
@@ -208,17 +208,17 @@ def test_under_jit_over_a_mesh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "max_dim"),
+    ("words", "max_factor_dim"),
     [(100, 5), (3, 2), (100, 2), (3, 5)],
 )
-def test_a_large_side_is_cut_or_diagonal(max_dim, words, monkeypatch):
+def test_a_large_side_is_cut_or_diagonal(max_factor_dim, words, monkeypatch):
     """Each piece has factors of its own; a diagonal is that of the whole."""
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", words)
-    layers = found_layers(max_dim=max_dim)
-    tx = kfac.scale_by_kfac(layers, factor_decay=0.75)
-    diagonal, cut = (("A",) if max_dim == 5 else ("A", "G")), ((2, 1) if max_dim == 5 else (3, 2))
-    assert (layers["cube"].diagonal, layers["cube"].cut) == ((diagonal, (1, 1)) if words == 3 else ((), cut))
-    assert f"A has more than max_dim={max_dim} rows" in layers["cube"].note
+    layers = found_layers(max_factor_dim=max_factor_dim)
+    tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75)
+    diagonal, cut = (("A",) if max_factor_dim == 5 else ("A", "G")), ((2, 1) if max_factor_dim == 5 else (3, 2))
+    assert (layers["cube"].diagonal, layers["cube"].num_blocks) == ((diagonal, (1, 1)) if words == 3 else ((), cut))
+    assert f"A has more than max_factor_dim={max_factor_dim} rows" in layers["cube"].note
     check(run(step_of(layers, tx), jax.jit(tx.init)(parameters())), layers)
 
 
@@ -228,15 +228,15 @@ def test_tables_are_diagonal_unless_it_is_said_otherwise():
 
     p, x = {"w": jax.ShapeDtypeStruct((30_000, 3), jnp.float32)}, jax.ShapeDtypeStruct((2, 30_000), jnp.float32)
     (layer,) = kfac.find_layers(loss, p, x)
-    assert (layer.kind, layer.diagonal, layer.cut) == ("gradient", ("A",), (8, 1))
-    assert "A has more than max_dim=8192 rows" in layer.note
-    (layer,) = kfac.find_layers(loss, p, x, max_dim=30_000)
-    assert (layer.diagonal, layer.cut) == ((), (1, 1))
+    assert (layer.kind, layer.diagonal, layer.num_blocks) == ("gradient-factors", ("A",), (8, 1))
+    assert "A has more than max_factor_dim=8192 rows" in layer.note
+    (layer,) = kfac.find_layers(loss, p, x, max_factor_dim=30_000)
+    assert (layer.diagonal, layer.num_blocks) == ((), (1, 1))
 
 
 def test_they_precondition_as_any_block_does():
     layers, damping = found_layers(), 2.0**-6
-    tx = kfac.scale_by_kfac(layers, damping=damping, unitwise_damping=0.5)
+    tx = kfac.scale_by_kfac(layers, damping=damping, unitwise_damping_scale=0.5)
     x = batches()[0]
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, layers))(parameters(), x)
     updates, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(parameters()), parameters(), factors=factors)
@@ -253,9 +253,9 @@ def test_they_precondition_as_any_block_does():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "inverse", [kfac.Soap(), kfac.Cholesky(), kfac.Eigh(), kfac.Ekfac()], ids=lambda i: type(i).__name__
+    "preconditioner", [kfac.SOAP(), kfac.Cholesky(), kfac.Eigh(), kfac.EKFAC()], ids=lambda i: type(i).__name__
 )
-def test_every_inverse_trains_with_nothing_else(inverse):
+def test_every_inverse_trains_with_nothing_else(preconditioner):
     """Nothing is captured, so that the loss may hide its examples."""
     target = normal(50, D, 3)
 
@@ -266,13 +266,13 @@ def test_every_inverse_trains_with_nothing_else(inverse):
         return jnp.mean(jnp.sum((h @ p["left"] - jnp.sin(x @ target)[:, :2]) ** 2, -1))
 
     params = {name: leaf for name, leaf in parameters().items() if name in ("in", "b", "stack", "left")}
-    layers = kfac.find_layers(loss, params, gradient=(".*",))
-    assert {(layer.kind, layer.note) for layer in layers} == {("gradient", "chosen by the user")}
-    tx = kfac.kfac(0.02, layers, inverse=inverse)
+    layers = kfac.find_layers(loss, params, gradient_factors=(".*",))
+    assert {(layer.kind, layer.note) for layer in layers} == {("gradient-factors", "chosen by the user")}
+    tx = kfac.kfac(0.02, layers, preconditioner=preconditioner)
 
     @jax.jit
     def step(params, state):
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if inverse == kfac.Ekfac() else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if preconditioner == kfac.EKFAC() else {}
         value, grads, factors = kfac.value_and_grad(loss, layers)(params, **basis)
         assert not factors
         state = kfac.observe(state, factors)

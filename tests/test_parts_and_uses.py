@@ -103,7 +103,7 @@ def test_a_detection_head_over_scales(x64):
     layers, _ = check(model, params, batch)
     assert (layers["head"].uses, layers["head"].positions) == (2, 4 * 6 + 2 * 3)
     assert "30 (2 uses)" in repr(layers)
-    reduced, _, _ = run(plain(model), params, batch, reduce=("head",))
+    reduced, _, _ = run(plain(model), params, batch, kfac_reduce=("head",))
     assert "30 (2 uses, reduce)" in repr(reduced)
 
 
@@ -188,7 +188,7 @@ def test_parts_read_at_different_numbers_of_positions(x64):
 
 def test_parts_with_reduced_or_diagonal_factors(x64):
     """As in a scan over the same stack."""
-    options = dict(reduce=("b",), max_dim=D - 1)
+    options = dict(kfac_reduce=("b",), max_factor_dim=D - 1)
 
     def scanned(p, x, t):
         return mean_loss(lax.scan(lambda x, p: (x + jnp.tanh(x @ p["a"]) @ p["b"], None), x, p)[0], t)
@@ -337,7 +337,7 @@ def test_copies_read_backwards(x64):
 
 @pytest.mark.parametrize(
     ("few", "options"),
-    [(0, {}), (100, {}), (100, {"reduce": ("w",), "max_dim": 12})],
+    [(0, {}), (100, {}), (100, {"kfac_reduce": ("w",), "max_factor_dim": 12})],
     ids=["offsets", "patches", "reduce and diagonal"],
 )
 def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):

@@ -42,7 +42,7 @@ def gpt(n):
 def without_rows(n):
     """Some of the layers have the gradient's own factors, for which nothing is sent."""
     loss, params, batch, _ = dense(n)
-    return loss, params, batch, {"gradient": ("w0", "w3", "w5", "w7")}
+    return loss, params, batch, {"gradient_factors": ("w0", "w3", "w5", "w7")}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def resnet50():
 
 
 @pytest.mark.parametrize(
-    ("model", "gradients", "max_dim"),
+    ("model", "gradients", "max_factor_dim"),
     [
         (dense, "averaged", 8192),
         (without_rows, "local", 16),
@@ -60,15 +60,18 @@ def resnet50():
         slow(dense, "local", 16),
         slow(without_rows, "averaged", 8192),
         slow(without_rows, "local", 8192),
-        *(slow(gpt, gradients, max_dim) for gradients, max_dim in (("averaged", 8192), ("local", 8192), ("local", 16))),
+        *(
+            slow(gpt, gradients, max_factor_dim)
+            for gradients, max_factor_dim in (("averaged", 8192), ("local", 8192), ("local", 16))
+        ),
     ],
 )
-def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_dim):
+def test_its_bytes_are_those_of_compiled_programs(model, gradients, max_factor_dim):
     # Messages of refreshes are no part of these.
     layers, compiled = messages.programs(
-        model, DEVICES, "shard_map", inverse_every=None, max_dim=max_dim, gradients=gradients
+        model, DEVICES, "shard_map", inverse_update_period=None, max_factor_dim=max_factor_dim, gradients=gradients
     )
-    plan = kfac.planning.plan(layers, devices=DEVICES, batch=64, inverse=kfac.Cholesky(), gradients=gradients)
+    plan = kfac.planning.plan(layers, devices=DEVICES, batch=64, preconditioner=kfac.Cholesky(), gradients=gradients)
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: messages.in_all_reduces(kinds) for part, kinds in plan.messages.items()}
     expected = {
@@ -91,14 +94,14 @@ def test_small_blocks_are_sent_in_float32_whatever_factors_are(resnet50):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "inverse", [kfac.Soap(), kfac.Ekfac("bfloat16"), kfac.Cholesky()], ids=["Soap", "Ekfac", "Cholesky"]
+    "preconditioner", [kfac.SOAP(), kfac.EKFAC("bfloat16"), kfac.Cholesky()], ids=["SOAP", "EKFAC", "Cholesky"]
 )
 @pytest.mark.parametrize("devices", [3, 64])
-def test_its_memory_is_that_of_the_state(inverse, devices):
+def test_its_memory_is_that_of_the_state(preconditioner, devices):
     """To the byte, but for a few numbers of each block: of groups dealt out, end to end, by rows and on all devices."""
     loss, params, batch, find = gpt(4)
     layers = kfac.find_layers(loss, params, batch, **find)
-    tx = kfac.kfac(0.1, layers, inverse=inverse, adaptive_layer_rates=False)
+    tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, adaptive_layer_rates=False)
     mesh = AbstractMesh((devices,), ("d",), axis_types=(AxisType.Auto,))
     specs = kfac.state.state_specs(tx, params, "d")
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
@@ -108,9 +111,9 @@ def test_its_memory_is_that_of_the_state(inverse, devices):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
     few = [(own.blocks.weight, own.blocks.condition, own.blocks.inverted) for own in state.owned.values()]
-    everywhere = [(block.factors, block.inverse, block.motion) for block in state.shared.values()]
+    everywhere = [(block.factors, block.preconditioner, block.momentum_state) for block in state.shared.values()]
     held = (size((state.owned, state.segment)) - size(few)) // devices + size((everywhere, state.bases))
-    assert kfac.planning.Assignment(layers, devices=devices, inverse=inverse).memory_per_device == held
+    assert kfac.planning.Assignment(layers, devices=devices, preconditioner=preconditioner).memory_per_device == held
 
 
 @pytest.mark.slow
@@ -118,7 +121,15 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
     text = str(kfac.planning.plan(resnet50, devices=4096, batch=131072, overhead=0.9))
     assert time.process_time() - began < 2
-    for word in ("ASSUMED", "predicted", "critical path", "3_0b/kernel", "max_dim", "memory of a device", "all-to-all"):
+    for word in (
+        "ASSUMED",
+        "predicted",
+        "critical path",
+        "3_0b/kernel",
+        "max_factor_dim",
+        "memory of a device",
+        "all-to-all",
+    ):
         assert word in text
 
 
@@ -128,15 +139,19 @@ def test_the_intervals_are_the_shortest_that_keep_to_the_overhead(resnet50):
         plan = kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=overhead)
         assert plan.extra_seconds <= overhead * plan.first_order_seconds * (1 + 1e-9)
         closer = dataclasses.replace(
-            plan, inverse_every=plan.inverse_every - max(1, plan.inverse_every // 40),
-            statistics_every=plan.statistics_every - max(1, plan.statistics_every // 40),
+            plan, inverse_update_period=plan.inverse_update_period - max(1, plan.inverse_update_period // 40),
+            statistics_period=plan.statistics_period - max(1, plan.statistics_period // 40),
         )  # fmt: skip
-        assert closer.statistics_every == 0 or closer.extra_seconds > overhead * plan.first_order_seconds
-    given = kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=50, statistics_every=5)
-    assert (given.inverse_every, given.statistics_every) == (50, 5)
-    assert kfac.planning.plan(resnet50, devices=64, batch=8192, overhead=0.5, inverse_every=5000).statistics_every
+        assert closer.statistics_period == 0 or closer.extra_seconds > overhead * plan.first_order_seconds
+    given = kfac.planning.plan(
+        resnet50, devices=64, batch=8192, overhead=0.5, inverse_update_period=50, statistics_period=5
+    )
+    assert (given.inverse_update_period, given.statistics_period) == (50, 5)
+    assert kfac.planning.plan(
+        resnet50, devices=64, batch=8192, overhead=0.5, inverse_update_period=5000
+    ).statistics_period
     none = kfac.planning.plan(resnet50, devices=1024, batch=131072, overhead=0.01)
-    assert none.inverse_every is None and "no intervals keep to 1.0%" in str(none)
+    assert none.inverse_update_period is None and "no intervals keep to 1.0%" in str(none)
 
 
 @pytest.mark.slow
@@ -159,7 +174,7 @@ def test_hardware_and_its_rates(resnet50):
         ({"batch": 0}, "batch must be a positive int, but is 0"),
         ({"overhead": -1}, "overhead must lie in"),
         ({"bandwidth": 0}, "bandwidth must lie in"),
-        ({"inverse_every": 0}, "inverse_every must be an integer, at least 1, but is 0"),
+        ({"inverse_update_period": 0}, "inverse_update_period must be an integer, at least 1, but is 0"),
         ({"devices": 0}, "devices must be a positive int, but is 0"),
     ],
 )
@@ -179,10 +194,10 @@ def test_layers_without_positions_are_refused(resnet50):
 @pytest.mark.slow
 def test_eigendecompositions_cost_more(resnet50):
     cholesky, eigh = (
-        kfac.planning.plan(resnet50, devices=8, batch=256, inverse=i) for i in (kfac.Cholesky(), kfac.Eigh())
+        kfac.planning.plan(resnet50, devices=8, batch=256, preconditioner=i) for i in (kfac.Cholesky(), kfac.Eigh())
     )
     assert eigh.flops["inversions"] > 2 * cholesky.flops["inversions"]
-    ekfac = kfac.planning.plan(resnet50, devices=8, batch=256, inverse=kfac.Ekfac())
+    ekfac = kfac.planning.plan(resnet50, devices=8, batch=256, preconditioner=kfac.EKFAC())
     assert ekfac.messages["inverses"] and not eigh.messages["inverses"]
     assert jax.tree.leaves(ekfac.seconds)
 
@@ -218,7 +233,7 @@ def interval(loss, layers, params, x, **options):
 # for these examples; the refreshes take 3 f (3 d^3 + 4^3).
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("examples", "width", "inverse", "cost", "every"),
+    ("examples", "width", "preconditioner", "overhead", "every"),
     [
         (2000, 16, None, 0.1, 5),
         (2000, 16, None, 1, 1),
@@ -227,26 +242,34 @@ def interval(loss, layers, params, x, **options):
         (1, 64, None, 0.1, 16),
     ],
 )
-def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(examples, width, inverse, cost, every):
+def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
+    examples, width, preconditioner, overhead, every
+):
     loss, params, x = perceptron(examples, width)
     layers = kfac.find_layers(loss, params, x)
-    kind = inverse or kfac.Soap()
-    gradients, share = 6 * examples * width * (width + 4), 4 if inverse is None and examples >= 64 else 1
+    kind = preconditioner or kfac.SOAP()
+    gradients, share = 6 * examples * width * (width + 4), 4 if preconditioner is None and examples >= 64 else 1
     seldom = (2 * examples * (3 * width**2 + 4**2) + gradients * 2 / 3) / share
     seldom += 3 * kind.flops * (3 * width**3 + 4**3)
-    ratio = seldom / gradients / cost
-    assert interval(loss, layers, params, x, inverse=inverse, cost=cost) == every == min(16, math.ceil(ratio))
+    ratio = seldom / gradients / overhead
+    assert (
+        interval(loss, layers, params, x, preconditioner=preconditioner, overhead=overhead)
+        == every
+        == min(16, math.ceil(ratio))
+    )
 
     def final(**options):
-        return train(loss, layers, params, x, 16, **{"inverse": inverse, "cost": cost, **options})[0]
+        return train(
+            loss, layers, params, x, 16, **{"preconditioner": preconditioner, "overhead": overhead, **options}
+        )[0]
 
     at_once = kfac.Distribution()
-    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_every=every, distribution=at_once))
+    jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_update_period=every, distribution=at_once))
     if every in (4, 5):  # it matters after the ten steps of the warm-up
-        assert not np.array_equal(final()[0]["w0"], final(inverse_every=1)[0]["w0"])
+        assert not np.array_equal(final()[0]["w0"], final(inverse_update_period=1)[0]["w0"])
         # Here nothing holds the length of a stale step.
-        settings = {"step_norm": None, "inverse": kfac.Cholesky(), "cost": 0.1}
-        jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_every=1, **settings))
+        settings = {"step_norm": None, "preconditioner": kfac.Cholesky(), "overhead": 0.1}
+        jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_update_period=1, **settings))
 
 
 @pytest.mark.slow
@@ -254,12 +277,12 @@ def test_without_a_number_of_examples_every_step_refreshes():
     loss, params, x = perceptron(1, 64)
     layers = kfac.find_layers(loss, params, x)
     assert repr(layers).endswith("found with 1 example(s) in argument 1")
-    with pytest.raises(ValueError, match="inverse_every must be an integer, at least 1, but is 'often'"):
-        kfac.kfac(0.1, layers, inverse_every="often")
-    for other in (kfac.scale_by_kfac, functools.partial(kfac.presets.large_batch, 0.1)):
+    with pytest.raises(ValueError, match="inverse_update_period must be an integer, at least 1, but is 'often'"):
+        kfac.kfac(0.1, layers, inverse_update_period="often")
+    for other in (kfac.scale_by_kfac, functools.partial(kfac.presets.osawa2019, 0.1)):
         with pytest.raises(ValueError, match=r"but is 'auto'; kfac\.kfac takes 'auto', too"):
-            other(layers, inverse_every="auto")
-    assert interval(loss, dataclasses.replace(layers, num_examples=None), params, x, cost=0.1) == 1
+            other(layers, inverse_update_period="auto")
+    assert interval(loss, dataclasses.replace(layers, num_examples=None), params, x, overhead=0.1) == 1
 
 
 def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
@@ -267,9 +290,9 @@ def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default(resnet50):
     layers = kfac.find_layers(loss, params, x)
     settings = {"devices": 4, "batch": 64}
     assert repr(kfac.planning.plan(layers, **settings)) == repr(
-        kfac.planning.plan(layers, inverse=kfac.Soap(), **settings)
+        kfac.planning.plan(layers, preconditioner=kfac.SOAP(), **settings)
     )
-    assert kfac.planning.Assignment(resnet50).kind == kfac.planning.Assignment(layers).kind == kfac.Soap()
+    assert kfac.planning.Assignment(resnet50).kind == kfac.planning.Assignment(layers).kind == kfac.SOAP()
 
 
 def llama(n):
@@ -291,8 +314,8 @@ def llama(n):
 
 
 def test_seven_billion_parameters_fit_where_they_are_split():
-    layers = kfac.find_layers(*llama(2), max_dim=8192)
-    assert layers["head"].diagonal == ("G",) and layers["blocks/up"].cut == (1, 2)
+    layers = kfac.find_layers(*llama(2), max_factor_dim=8192)
+    assert layers["head"].diagonal == ("G",) and layers["blocks/up"].num_blocks == (1, 2)
     whole, split = (kfac.planning.plan(layers, devices=64, batch=64, gradients=way) for way in ("averaged", "split"))
     print(whole, split, sep="\n")
     assert split.fits and not whole.fits

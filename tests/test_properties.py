@@ -114,11 +114,11 @@ VARIED = Network(
 OPTIONS = st.fixed_dictionaries(
     {
         "damping": st.sampled_from([1e-2, 1.0]),
-        "factor_decay": st.sampled_from([0.0, 0.5, 0.95]),
-        "inverse_every": st.integers(1, 4),
-        "refresh_warmup": st.integers(0, 3),
+        "factor_ema_decay": st.sampled_from([0.0, 0.5, 0.95]),
+        "inverse_update_period": st.integers(1, 4),
+        "interval_warmup_steps": st.integers(0, 3),
         "distribution": st.sampled_from([None, kfac.Distribution()]),
-        "inverse": st.sampled_from(["float32", "bfloat16"]).map(kfac.Cholesky),
+        "preconditioner": st.sampled_from(["float32", "bfloat16"]).map(kfac.Cholesky),
         "momentum": st.sampled_from([None, 0.9]),
         "kl_clip": st.sampled_from([None, 1e-2]),
     }
@@ -158,11 +158,11 @@ def check_schedule(network, options, schedule, compute):
             assert np.all((np.asarray(block.weight) > 0) == known), name
             if not statistics:
                 assert_equal(block.factors, state_of(before).blocks[name].factors)
-            for inverse in jax.tree.leaves(block.inverse):
-                inverse = np.asarray(inverse, np.float64)
-                np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2), name)
-                if options["inverse"].precision == "float32":
-                    assert np.all(np.linalg.eigvalsh(inverse) > 0), name
+            for preconditioner in jax.tree.leaves(block.preconditioner):
+                preconditioner = np.asarray(preconditioner, np.float64)
+                np.testing.assert_array_equal(preconditioner, preconditioner.swapaxes(-1, -2), name)
+                if options["preconditioner"].precision == "float32":
+                    assert np.all(np.linalg.eigvalsh(preconditioner) > 0), name
     counts = kfac.diagnostics(state)
     assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
     # Nothing was compiled again.
@@ -173,7 +173,7 @@ def check_schedule(network, options, schedule, compute):
 @few(2)
 @example(
     VARIED,
-    {"inverse_every": 2, "refresh_warmup": 1, "inverse": kfac.Cholesky()},
+    {"inverse_update_period": 2, "interval_warmup_steps": 1, "preconditioner": kfac.Cholesky()},
     [True, False, True],
     "float32",
 )
@@ -193,8 +193,8 @@ def test_states_of_many_networks_keep_their_form(network, options, schedule, com
 
 COMMUNICATION = st.fixed_dictionaries(
     {
-        "inverse_every": st.integers(1, 3),
-        "refresh_warmup": st.integers(0, 2),
+        "inverse_update_period": st.integers(1, 3),
+        "interval_warmup_steps": st.integers(0, 2),
     }
 )
 
@@ -234,7 +234,7 @@ def check_devices(network, options, schedule, count):
 @settings(phases=[Phase.explicit], **USUAL)
 @example(
     VARIED,
-    {"inverse_every": 2, "refresh_warmup": 1},
+    {"inverse_update_period": 2, "interval_warmup_steps": 1},
     [True, False, True],
     4,
 )

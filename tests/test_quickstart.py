@@ -24,7 +24,7 @@ def page(tmp_path_factory):
 
 def test_both_optimizers_learn_and_k_fac_says_what_it_found(page):
     names, printed = page
-    found = "3 layers, 4,938 parameters, Soap, statistics of 1/4 of the examples every 16 steps"
+    found = "3 layers, 4,938 parameters, SOAP, statistics of 1/4 of the examples every 16 steps"
     assert any(line.startswith(found) for line in printed)
     assert str(names["layers"]) in printed and any("skipped_steps" in line for line in printed)
     [adamw, found, _] = [float(line.split(": ")[1].rstrip("%")) for line in printed if line.endswith("%")]
@@ -36,7 +36,7 @@ def test_on_a_mesh_the_same_is_learnt_and_blocks_have_owners(page):
     names, printed = page
     assert f"K-FAC on {jax.device_count()} devices: {names['accuracy'](names['params'], names['stats']):.1%}" in printed
     [state] = [s for s in jax.tree.leaves(names["opt_state"], is_leaf=is_state) if is_state(s)]
-    assert {own.shard.devices for own in state.owned.values()} == {jax.device_count()} and jax.device_count() > 1
+    assert {own.assignment.devices for own in state.owned.values()} == {jax.device_count()} and jax.device_count() > 1
     assert names["accuracy"](names["params"], names["stats"]) > 0.9
 
 

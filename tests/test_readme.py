@@ -36,7 +36,7 @@ def test_the_first_example_of_the_readme_trains(capsys):
     params, batch, loss_fn = model_and_data()
     names = {"loss_fn": loss_fn, "params": params, "batch": batch, "batches": [batch] * 30, "num_steps": 30}
     exec(examples()[0], names)  # What a reader would paste.
-    assert capsys.readouterr().out.startswith("2 layers, 75 parameters, Soap, statistics every 16 steps")
+    assert capsys.readouterr().out.startswith("2 layers, 75 parameters, SOAP, statistics every 16 steps")
     assert float(names["loss"]) < 0.5 * float(loss_fn(params, batch))
 
 

@@ -39,7 +39,7 @@ def expected_factors(known: Truth, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(loss, reference, params, batch, **options):
-    layers, _, factors = run(loss, params, batch, reduce=(".",), **options)
+    layers, _, factors = run(loss, params, batch, kfac_reduce=(".",), **options)
     known = truth(reference, params, batch)
     seen = set()
     for layer in layers:
@@ -50,7 +50,7 @@ def check(loss, reference, params, batch, **options):
             for factor, expected in zip("AG", expected_factors(known, name), strict=True):
                 found = getattr(factors[layer.name], factor)
                 found = found[k] if layer.stacked else found
-                expected = blocks_on_the_diagonal(expected, layer.cut["AG".index(factor)])
+                expected = blocks_on_the_diagonal(expected, layer.num_blocks["AG".index(factor)])
                 assert relative_error(found, expected) <= 1e-10, (factor, name)
     assert seen == set(known.uses)
     return layers
@@ -111,11 +111,17 @@ def parameters(shapes):
     return jax.tree.unflatten(tree, [normal(10 + k, *shape) for k, shape in enumerate(flat)])
 
 
-@pytest.mark.parametrize("max_dim", [100, 5])
+@pytest.mark.parametrize("max_factor_dim", [100, 5])
 @pytest.mark.parametrize("case", DENSE)
-def test_dense_layers(x64, case, max_dim):
+def test_dense_layers(x64, case, max_factor_dim):
     model, inputs, shapes = DENSE[case]
-    layers = check(plain(model), model, parameters(shapes), (normal(1, N, *inputs), normal(2, N, 60)), max_dim=max_dim)
+    layers = check(
+        plain(model),
+        model,
+        parameters(shapes),
+        (normal(1, N, *inputs), normal(2, N, 60)),
+        max_factor_dim=max_factor_dim,
+    )
     assert "reduce)" in repr(layers)
 
 
@@ -124,8 +130,8 @@ def test_dense_layers(x64, case, max_dim):
     [((1, 1), ((1, 1), (0, 1)), (1, 1)), ((2, 3), ((0, 2), (3, -1)), (1, 2)), ((1, 2), ((0, 0), (1, 1)), (2, 1))],
     ids=str,
 )
-@pytest.mark.parametrize("max_dim", [100, 6])
-def test_convolutions(x64, strides, padding, dilation, max_dim):
+@pytest.mark.parametrize("max_factor_dim", [100, 6])
+def test_convolutions(x64, strides, padding, dilation, max_factor_dim):
     def model(hook, p, x, t):
         options = dict(rhs_dilation=dilation, dimension_numbers=NUMBERS)
         y = lax.conv_general_dilated(x, p["conv"]["w"], strides, padding, **options) + p["conv"]["b"]
@@ -133,7 +139,7 @@ def test_convolutions(x64, strides, padding, dilation, max_dim):
         return mean_loss(hook.layer("conv", x, y, bias=True, conv=geometry), t)
 
     params = parameters({"conv": {"w": (3, 2, 2, 3), "b": (3,)}})
-    check(plain(model), model, params, (normal(1, N, 5, 6, 2), normal(2, N, 200)), max_dim=max_dim)
+    check(plain(model), model, params, (normal(1, N, 5, 6, 2), normal(2, N, 200)), max_factor_dim=max_factor_dim)
 
 
 def test_a_convolution_whose_output_has_the_height_first_and_as_long_as_the_batch(x64):
@@ -172,7 +178,7 @@ def test_grouped_convolutions_with_channels_first(x64):
 
     params, batch = parameters({"conv": (6, 2, 3, 1)}), (normal(1, N, 4, 3, 4), normal(2, N, 200))
     known = truth(model, params, batch)
-    layers, _, factors = run(loss, params, batch, reduce=("conv",))
+    layers, _, factors = run(loss, params, batch, kfac_reduce=("conv",))
     order = [2 * tap + channel for channel in range(2) for tap in range(3)]  # channels before the window, as stored
     for k in range(2):
         a, g = expected_factors(known, f"conv[{k}]")
@@ -245,7 +251,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
     def of_batch(p, x):
         return loss(p, x, c)
 
-    layers, _, factors = run(of_batch, params, batch, reduce=(".",))
+    layers, _, factors = run(of_batch, params, batch, kfac_reduce=(".",))
     gradients = dict(zip(layers.paths, jax.tree.leaves(example_gradients(of_batch, params, batch)), strict=True))
     for layer in layers:
         exact = 0.0
@@ -262,7 +268,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
 @pytest.mark.slow
 def test_micro_batches_and_single_positions(x64):
     params, batch = parameters(BIASED), (normal(1, 6, T, 5), normal(2, 6, 60))
-    layers = kfac.find_layers(plain(dense), params, *batch, reduce=("dense",))
+    layers = kfac.find_layers(plain(dense), params, *batch, kfac_reduce=("dense",))
     fn = kfac.value_and_grad(plain(dense), layers)
     parts = [fn(params, *(x[k : k + 3] for x in batch))[2] for k in (0, 3)]
     together = kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, *batch)[2]
@@ -270,7 +276,7 @@ def test_micro_batches_and_single_positions(x64):
         np.testing.assert_allclose((a + b) / 2, c, rtol=1e-10)
     # With one position there is nothing to share.
     single = (normal(1, N, 5), normal(2, N, 60))
-    one, other = (run(plain(dense), params, single, reduce=r)[2] for r in ((), ("dense",)))
+    one, other = (run(plain(dense), params, single, kfac_reduce=r)[2] for r in ((), ("dense",)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), one, other)
 
 
@@ -283,7 +289,7 @@ def test_patterns_say_which_layers():
 
     params = {"table": jnp.ones((7, 5)), "first": jnp.ones((5, 4)), "second": jnp.ones((4, 2)), "shift": jnp.ones(2)}
     batch = (np.zeros((N, T), np.int32), jnp.ones((N, 60)))
-    layers = kfac.find_layers(loss, params, *batch, reduce=("^first$", "table"))
+    layers = kfac.find_layers(loss, params, *batch, kfac_reduce=("^first$", "table"))
     assert {layer.name: layer.weight_sharing for layer in layers} == {
         "first": "reduce",
         "second": "expand",
@@ -297,7 +303,7 @@ def test_patterns_say_which_layers():
         ("x", "reduce must"),
     ):
         with pytest.raises(ValueError, match=message):
-            kfac.find_layers(loss, params, *batch, reduce=bad)
+            kfac.find_layers(loss, params, *batch, kfac_reduce=bad)
 
 
 @pytest.mark.parametrize("model", ["sorted", "hidden"])
@@ -310,4 +316,4 @@ def test_examples_that_are_not_told_apart_are_an_error(model):
     params, x = {"w": jnp.ones((5, 2))}, jnp.ones((N, T, 5))
     assert kfac.find_layers(loss, params, x)["w"].kind == "dense"
     with pytest.raises(ValueError, match=r"reduce: .*'w'.*dot_general without an order of the examples"):
-        kfac.find_layers(loss, params, x, reduce=(".",))
+        kfac.find_layers(loss, params, x, kfac_reduce=(".",))

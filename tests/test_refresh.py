@@ -30,15 +30,15 @@ STEPS, WITH_STATISTICS, WITH_REFRESH = 6, (0, 1, 3, 4), (0, 2, 4)
 CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
 
 
-def optimizer(inside, inverse, distribution):
+def optimizer(inside, preconditioner, distribution):
     """Refreshes at the even steps, inside of `observe` with statistics, or never."""
-    every = dict(inverse_every=2, refresh_warmup=0) if inside else dict(inverse_every=None)
-    return plain_kfac(0.1, layers(), damping=0.3, inverse=inverse, distribution=distribution, **every)
+    every = dict(inverse_update_period=2, interval_warmup_steps=0) if inside else dict(inverse_update_period=None)
+    return plain_kfac(0.1, layers(), damping=0.3, preconditioner=preconditioner, distribution=distribution, **every)
 
 
-def trained(inside, inverse, distribution, mesh):
+def trained(inside, preconditioner, distribution, mesh):
     """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
-    tx = optimizer(inside, inverse, distribution)
+    tx = optimizer(inside, preconditioner, distribution)
     init, update, refresh, observe = tx.init, tx.update, kfac.observe, kfac.observe
     if mesh is not None:
         same, own = PartitionSpec(), kfac.state.state_specs(tx, initial(), "devices")
@@ -59,14 +59,14 @@ def trained(inside, inverse, distribution, mesh):
     return params, state
 
 
-def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
+def check(preconditioner=CHOLESKY, distribution=AT_ONCE, mesh=None):
     """Compare refreshes inside of `observe` with those of calls of their own. At step 2 there is no other."""
-    params, state = trained(True, inverse, distribution, mesh)
+    params, state = trained(True, preconditioner, distribution, mesh)
     expected = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
-    found_params, state = trained(False, inverse, distribution, mesh)
+    found_params, state = trained(False, preconditioner, distribution, mesh)
     found = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
     assert_close(found_params, params)
-    for field in ("factors", "weight", "inverse", "condition"):
+    for field in ("factors", "weight", "preconditioner", "condition"):
         assert_close(field_of(found, field), field_of(expected, field))
     assert_close(ages_of(found), ages_of(expected))
     assert_close(state_of(found).metrics, state_of(expected).metrics)
@@ -74,9 +74,9 @@ def check(inverse=CHOLESKY, distribution=AT_ONCE, mesh=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Eigh()], ids=["cholesky", "eigh"])
-def test_a_refresh_apart_is_that_of_observe(inverse):
-    check(inverse)
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(), kfac.Eigh()], ids=["cholesky", "eigh"])
+def test_a_refresh_apart_is_that_of_observe(preconditioner):
+    check(preconditioner)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_step_waits_for_nothing():
 
 
 def test_until_the_first_refresh_gradients_pass_through():
-    tx = kfac.scale_by_kfac(layers(), inverse_every=None)
+    tx = kfac.scale_by_kfac(layers(), inverse_update_period=None)
     grads, factors = measured(0)
     updates, state = jax.jit(observing(tx))(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
@@ -128,7 +128,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     found = kfac.find_layers(loss_fn, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
     # Without momentum, in which the first gradient would stay as it is.
-    inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_every=every) for every in (1, None))
+    inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_update_period=every) for every in (1, None))
     expected, _ = inside.update(grads, kfac.observe(inside.init(params), factors), params)
     _, state = apart.update(grads, kfac.observe(apart.init(params), factors), params)
     again, _ = apart.update(grads, kfac.observe(state), params)
@@ -137,11 +137,11 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"leaves all refreshes to .*observe.*, so refresh_warmup=3"):
-        kfac.scale_by_kfac(layers(), inverse_every=None, refresh_warmup=3)
+    with pytest.raises(ValueError, match=r"leaves all refreshes to .*observe.*, so interval_warmup_steps=3"):
+        kfac.scale_by_kfac(layers(), inverse_update_period=None, interval_warmup_steps=3)
     with pytest.raises(ValueError, match=r"opt_state holds no state of kfac\.kfac, but is of type dict"):
         kfac.observe({"w": np.zeros(3)})
-    with pytest.raises(AttributeError, match=r"kfac\.state\.refresh\(opt_state\) is now kfac\.observe\(opt_state\)"):
+    with pytest.raises(AttributeError, match=r"kfac\.state\.refresh is now kfac\.observe\(opt_state\)"):
         kfac.state.refresh  # noqa: B018
     init = kfac.scale_by_kfac(layers()).init
     many = jax.eval_shape(lambda params: kfac.state.scatter_state(init(params), 2), initial())
@@ -161,20 +161,24 @@ def test_portions_are_equal(monkeypatch, blocks, most):
     monkeypatch.setattr(refresh_module, "TOGETHER", most * 2 * 9)
     monkeypatch.setattr(refresh_module, "in_portions", looked)
     factors = Kronecker(*(jnp.broadcast_to(jnp.eye(3), (blocks, 3, 3)) * k for k in (2.0, 3.0)))
-    inverse = kfac.Cholesky()
-    new = refresh_module.refresh(inverse, inverse.init(factors), factors, jnp.ones(blocks, bool), jnp.array(0.25))
+    preconditioner = kfac.Cholesky()
+    new = refresh_module.refresh(
+        preconditioner, preconditioner.init(factors), factors, jnp.ones(blocks, bool), jnp.array(0.25)
+    )
     (width,) = seen
     assert width <= most and -(-blocks // width) == -(-blocks // most)
     assert width * -(-blocks // width) - blocks < -(-blocks // width)
     assert new.valid.all()
-    np.testing.assert_allclose(np.asarray(new.inverse.A), np.asarray(new.inverse.A)[:1].repeat(blocks, 0), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(new.preconditioner.A), np.asarray(new.preconditioner.A)[:1].repeat(blocks, 0), rtol=1e-6
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refused", [9, 10, 12])
 def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_refused(refused):
     """Its count runs ahead of that of the state: statistics never come at a multiple of the interval again."""
-    tx = kfac.scale_by_kfac(layers(), statistics_every=4, inverse_every=4, refresh_warmup=0)
+    tx = kfac.scale_by_kfac(layers(), statistics_period=4, inverse_update_period=4, interval_warmup_steps=0)
     (grads, factors), state = measured(0), tx.init(initial())
     update = jax.jit(observing(tx))
     for k in range(24):
@@ -186,6 +190,6 @@ def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_re
 
 def test_no_array_of_a_state_is_another():
     """So that a step can be given all of it, donated."""
-    for tx in (kfac.kfac(0.1, layers()), kfac.kfac(0.1, layers(), inverse=kfac.Ekfac())):
+    for tx in (kfac.kfac(0.1, layers()), kfac.kfac(0.1, layers(), preconditioner=kfac.EKFAC())):
         arrays = [x for x in jax.tree.leaves(tx.init(initial())) if x.size]
         assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)

@@ -121,7 +121,7 @@ def test_like_may_call_a_jitted_function_with_a_number(registered):
 
 def test_without_an_entry_they_have_the_gradients_own_factors():
     params, x = parameters(), normal(4, N, D, dtype=np.float32)
-    assert kinds(kfac.find_layers(own, params, x)) == dict.fromkeys(("in/b", "in/w", "middle"), "gradient") | {
+    assert kinds(kfac.find_layers(own, params, x)) == dict.fromkeys(("in/b", "in/w", "middle"), "gradient-factors") | {
         "out": "dense"
     }
     reason = r"is read by custom_vjp_call\(.*\): .* custom_vjp_call.*\n"
@@ -135,7 +135,7 @@ def test_a_kernel_without_rows_in_a_product_has_none_in_a_registered_one(registe
         return jnp.mean(pallas_matmul(x, kernel_of(p["w"])) ** 2)
 
     params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
-    assert kinds(kfac.find_layers(loss, params, x)) == {"w": "gradient"}
+    assert kinds(kfac.find_layers(loss, params, x)) == {"w": "gradient-factors"}
     with pytest.raises(kfac.UnsupportedLayerError, match=r"'w' is read by custom_vjp_call"):
         kfac.find_layers(loss, params, x, strict=True)
 
@@ -171,7 +171,7 @@ def test_without_a_derivative_of_their_own_they_are_found_though_not_differentia
     def found():
         return kinds(kfac.find_layers(lambda p, x: jnp.mean(call(x, p["w"]) ** 2), params, x))
 
-    assert found() == {"w": "gradient"}
+    assert found() == {"w": "gradient-factors"}
     kfac.register_primitive(operation, lambda x, w: x @ w)
     assert found() == {"w": "dense"}
 

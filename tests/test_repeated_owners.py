@@ -1,4 +1,4 @@
-"""`Distribution(owners=)`: owners on each node, and sums alone between nodes."""
+"""`Distribution(owner_axes=)`: owners on each node, and sums alone between nodes."""
 
 import functools
 
@@ -27,7 +27,9 @@ def stepped(tx, found, options, average):
     """One step as a function of parameters, state and a batch, with statistics in all but two."""
 
     def step(p, state, data, statistics):
-        basis = {"basis": kfac.curvature.eigenbasis(state, found)} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = (
+            {"basis": kfac.curvature.eigenbasis(state, found)} if options.get("preconditioner") == kfac.EKFAC() else {}
+        )
         _, grads, factors = kfac.value_and_grad(tied_loss, found, **wire_of(options))(p, data, **basis)
         updates, state = observing(tx)(average(grads), state, p, factors=factors if statistics else None)
         return optax.apply_updates(p, updates), state
@@ -36,7 +38,7 @@ def stepped(tx, found, options, average):
 
 
 def optimizer(found, options, **where):
-    options = {"damping": 1e-2, "step_norm": None, "inverse_every": 2} | options
+    options = {"damping": 1e-2, "step_norm": None, "inverse_update_period": 2} | options
     options.pop("gradients", None)  # of the step
     options = {name: value for name, value in options.items() if name not in wire_of(options)}
     return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
@@ -69,7 +71,7 @@ def on_one(options):
 def in_shard_map(options, **check):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
-    tx = optimizer(found, options, owners=OWNERS, **({} if check.get("check_vma", True) else {"axis_name": AXES}))
+    tx = optimizer(found, options, owner_axes=OWNERS, **({} if check.get("check_vma", True) else {"axis_name": AXES}))
     specs = kfac.state.state_specs(tx, parameters(), OWNERS)
     local = options.get("gradients") == "local"
     step = stepped(tx, found, options, lambda g: g if local else lax.pmean(g, AXES))
@@ -103,9 +105,9 @@ def is_state(x):
     "options",
     [
         {},
-        {"gradients": "local", "step_norm": "spectral", "damping": 0.1, "inverse": kfac.Cholesky()},
-        {"inverse": kfac.Ekfac()},
-        {"inverse": kfac.Soap(), "step_norm": "spectral", "damping": 1e-2},
+        {"gradients": "local", "step_norm": "spectral", "damping": 0.1, "preconditioner": kfac.Cholesky()},
+        {"preconditioner": kfac.EKFAC()},
+        {"preconditioner": kfac.SOAP(), "step_norm": "spectral", "damping": 1e-2},
         {"gradients": "local", "kl_clip": 1e-3},
     ],
 )
@@ -126,14 +128,14 @@ def test_in_shard_map_it_is_one_device(x64, options):
 def test_over_a_mesh_it_is_one_device(x64):
     mesh = jax.make_mesh((2, 2), AXES, axis_types=2 * (AxisType.Auto,))
     found = kfac.find_layers(tied_loss, parameters(), tied_batch(0))
-    tx = optimizer(found, {}, owners=OWNERS)
+    tx = optimizer(found, {}, owner_axes=OWNERS)
     with jax.set_mesh(mesh):
         params = jax.device_put(parameters(), NamedSharding(mesh, P()))
         state = jax.jit(tx.init)(params)
         params, state = trained(stepped(tx, found, {}, lambda g: g), params, state, NamedSharding(mesh, P(AXES)))
         state = jax.jit(kfac.observe)(state)
     close(params, on_one({})[0])
-    assert all(own.shard.devices == 2 for own in state[0].owned.values())
+    assert all(own.assignment.devices == 2 for own in state[0].owned.values())
 
 
 @pytest.mark.slow
@@ -156,7 +158,7 @@ def test_between_nodes_there_are_sums_only(x64):
 
 
 def test_owners_that_are_no_axes_are_refused():
-    with pytest.raises(ValueError, match=r"owners must be among the axes of devices, \('gpu',\), but is 'node'"):
-        kfac.Distribution("gpu", owners="node")
+    with pytest.raises(ValueError, match=r"owner_axes must be among the axes of devices, \('gpu',\), but is 'node'"):
+        kfac.Distribution("gpu", owner_axes="node")
     with pytest.raises(ValueError, match="owners must be the name of an axis"):
-        kfac.Distribution("gpu", owners=2)
+        kfac.Distribution("gpu", owner_axes=2)

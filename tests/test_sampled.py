@@ -114,7 +114,7 @@ def nll(likelihood, z, t):
 
 def loss_of(model, likelihood, hook=None):
     def loss(p, x):
-        z = kfac.output(model(hook or Hook(), p, x), likelihood)
+        z = kfac.mark_output(model(hook or Hook(), p, x), likelihood)
         return nll(likelihood, z, targets(likelihood, z)).mean()
 
     return loss
@@ -205,10 +205,10 @@ def test_the_gradients_own_factors_are_not_drawn(x64):
     params, x = {"w": normal(0, D, OUT), "temperature": jnp.ones(())}, normal(9, N, D)
 
     def loss(p, x):
-        z = kfac.output(x @ p["w"] * jnp.exp(p["temperature"]), "categorical")
+        z = kfac.mark_output(x @ p["w"] * jnp.exp(p["temperature"]), "categorical")
         return nll("categorical", z, targets("categorical", z)).mean()
 
-    assert kfac.find_layers(loss, params, x)["temperature"].kind == "gradient"
+    assert kfac.find_layers(loss, params, x)["temperature"].kind == "gradient-factors"
     assert list(measured(loss, params, x)(params, x, fisher_key=jax.random.key(0))[2]) == ["w"]
 
 
@@ -221,7 +221,7 @@ def test_two_outputs_are_independent_given_the_input(x64):
 
     def loss(p, x):
         left, right = heads(p, x)
-        left, right = kfac.output(left, "gaussian"), kfac.output(right, "categorical")
+        left, right = kfac.mark_output(left, "gaussian"), kfac.mark_output(right, "categorical")
         return jnp.mean(jnp.sum(left**2, -1) - jax.nn.log_softmax(right)[:, 0])
 
     found = many(function(loss, params, x), params, x, draws=4000)
@@ -262,7 +262,7 @@ def test_loss_and_gradients_are_those_of_the_loss(likelihood, dtype):
 
 def _without_mark(loss, *args):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kfac, "output", lambda x, likelihood: x)
+        patch.setattr(kfac, "mark_output", lambda x, likelihood: x)
         return loss(*args)
 
 
@@ -305,34 +305,34 @@ def _plain(p, x):
 
 
 def _in_jit(p, x):
-    return jax.jit(lambda p, x: kfac.output(_plain(p, x), "categorical"))(p, x)
+    return jax.jit(lambda p, x: kfac.mark_output(_plain(p, x), "categorical"))(p, x)
 
 
 def _in_remat(p, x):
-    return jax.checkpoint(lambda p, x: kfac.output(_plain(p, x), "categorical"))(p, x)
+    return jax.checkpoint(lambda p, x: kfac.mark_output(_plain(p, x), "categorical"))(p, x)
 
 
 def _in_vmap(p, x):
     def one(x):
-        return kfac.output(jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) * p["scale"] @ p["out"], "categorical")
+        return kfac.mark_output(jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) * p["scale"] @ p["out"], "categorical")
 
     return jax.vmap(one)(x)
 
 
 def _in_vmap_over_the_last_axis(p, x):
     def one(z):
-        return kfac.output(z, "categorical")
+        return kfac.mark_output(z, "categorical")
 
     return jax.vmap(one, in_axes=1, out_axes=1)(_plain(p, x).T).T
 
 
 def _cast(p, x):
-    return kfac.output(_plain(p, x).astype(jnp.float16).astype(jnp.float32), "categorical").astype(jnp.float32)
+    return kfac.mark_output(_plain(p, x).astype(jnp.float16).astype(jnp.float32), "categorical").astype(jnp.float32)
 
 
 def _in_a_jitted_gradient(p, x):
     # A loss that uses a gradient of its own: the mark lies in a differentiated function.
-    z, pull = jax.vjp(lambda z: kfac.output(z, "categorical"), _plain(p, x))
+    z, pull = jax.vjp(lambda z: kfac.mark_output(z, "categorical"), _plain(p, x))
     return z + 0 * pull(jnp.ones_like(z))[0]
 
 
@@ -364,7 +364,7 @@ def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
     def loss(p, x):
         @jax.checkpoint
         def step(total, x):
-            z = kfac.output(jnp.tanh(x @ p["w"]) @ p["out"], "categorical")
+            z = kfac.mark_output(jnp.tanh(x @ p["w"]) @ p["out"], "categorical")
             return total + nll("categorical", z, targets("categorical", z)).sum(), None
 
         return lax.scan(step, 0.0, x)[0] / (x.shape[0] * x.shape[1])
@@ -391,7 +391,7 @@ def test_draws_under_another_loss_than_the_likelihood(x64):
     params, x = parameters(), normal(9, N, D)
 
     def loss(p, x):
-        z = kfac.output(_plain(p, x), "categorical")
+        z = kfac.mark_output(_plain(p, x), "categorical")
         weighted = jnp.mean(jnp.arange(len(x)) * nll("categorical", z, 0.9 * targets("categorical", z) + 0.1 / OUT))
         return weighted + 0.1 * jnp.sum(p["out"] ** 2)
 
@@ -519,19 +519,19 @@ def test_a_table_of_positions_where_the_loss_is_a_mean_over_tokens(x64):
 def test_bad_marks_are_errors():
     x = jnp.ones((2, 3))
     with pytest.raises(ValueError, match=r"likelihood must be one of 'categorical'.*but is 'cauchy'"):
-        kfac.output(x, "cauchy")
+        kfac.mark_output(x, "cauchy")
     with pytest.raises(ValueError, match="weight must be positive and finite, but is 0"):
-        kfac.output(x, "gaussian", weight=0)
+        kfac.mark_output(x, "gaussian", weight=0)
     with pytest.raises(TypeError, match="weight must be a plain number"):
-        kfac.output(x, "gaussian", weight=x)
+        kfac.mark_output(x, "gaussian", weight=x)
     with pytest.raises(ValueError, match="variance is for likelihood='gaussian', but likelihood is 'poisson'"):
-        kfac.output(x, "poisson", variance=2.0)
+        kfac.mark_output(x, "poisson", variance=2.0)
     with pytest.raises(ValueError, match="sample of a Likelihood must be a function"):
         kfac.curvature.Likelihood("normal", jnp.sum)
     with pytest.raises(TypeError, match="must be real, but has dtype int32"):
-        kfac.output(jnp.ones((2, 3), jnp.int32), "categorical")
+        kfac.mark_output(jnp.ones((2, 3), jnp.int32), "categorical")
     with pytest.raises(ValueError, match=r"is a scalar: pass x\[\.\.\., None\]"):
-        kfac.output(1.0, "gaussian")
+        kfac.mark_output(1.0, "gaussian")
 
 
 def _raises(match, loss, params, *args, fisher_key=..., **options):
@@ -553,18 +553,18 @@ def test_what_cannot_be_drawn_is_an_error():
     )
     _raises("must be a single PRNG key.*'seed'", marked, params, x, fisher_key="seed")
     _raises("with 'empirical' nothing is drawn", marked, params, x, fisher="empirical")
-    _raises("'sampled' needs the output.*kfac.output", lambda p, x: jnp.mean(_plain(p, x)), params, x)
+    _raises("'sampled' needs the output.*kfac.mark_output", lambda p, x: jnp.mean(_plain(p, x)), params, x)
 
     def unmarked_head(p, x):
         h = jnp.tanh(x @ p["in"]["w"] + p["in"]["b"])
-        z = kfac.output(h * p["scale"], "gaussian")
+        z = kfac.mark_output(h * p["scale"], "gaussian")
         return jnp.mean(jnp.sum(z, -1) + jnp.sum(h @ p["out"], -1))
 
     _raises("the loss depends on 'out', but no marked output does", unmarked_head, params, x)
     function(unmarked_head, params, x, skip=["out"])(params, x, fisher_key=jax.random.key(0))
 
     def in_cond(p, x):
-        return lax.cond(x[0, 0] > 0, lambda z: kfac.output(z, "gaussian"), lambda z: z, _plain(p, x)).mean()
+        return lax.cond(x[0, 0] > 0, lambda z: kfac.mark_output(z, "gaussian"), lambda z: z, _plain(p, x)).mean()
 
     _raises("cannot be followed inside cond", in_cond, params, x)
 
@@ -574,11 +574,11 @@ def test_an_unclear_number_of_examples_is_an_error():
 
     def two(p, x):
         z = _plain(p, x)
-        return (kfac.output(z, "gaussian") ** 2).mean() + (kfac.output(z[:3], "gaussian") ** 2).mean()
+        return (kfac.mark_output(z, "gaussian") ** 2).mean() + (kfac.mark_output(z[:3], "gaussian") ** 2).mean()
 
     def hidden(p, x):
         z = _plain(p, x + jnp.zeros((N, 1)))
-        return (kfac.output(z, "gaussian") ** 2).mean() + (kfac.output(z[:3], "gaussian") ** 2).mean()
+        return (kfac.mark_output(z, "gaussian") ** 2).mean() + (kfac.mark_output(z[:3], "gaussian") ** 2).mean()
 
     _raises(r"marked outputs have 6 .* and 3 .* rows, and the loss cannot be traced.*num_examples", hidden, params, x)
     function(hidden, params, x, num_examples=N)(params, x, fisher_key=jax.random.key(0))
@@ -588,7 +588,7 @@ def test_an_unclear_number_of_examples_is_an_error():
     jax.tree.map(np.testing.assert_array_equal, by_batch, given)
 
     def vector(p, x):
-        return (kfac.output(_plain(p, x)[:, 0], "bernoulli") ** 2).mean()
+        return (kfac.mark_output(_plain(p, x)[:, 0], "bernoulli") ** 2).mean()
 
     _raises(r"give the features an axis of their own", vector, params, x)
 
@@ -597,7 +597,7 @@ def test_a_loss_of_some_of_the_examples(x64):
     params, x, n = {"w": normal(0, D, OUT)}, normal(9, N, D), 4
 
     def loss(p, x):
-        return (kfac.output((x @ p["w"])[:n], "gaussian") ** 2).sum(-1).mean() / 2
+        return (kfac.mark_output((x @ p["w"])[:n], "gaussian") ** 2).sum(-1).mean() / 2
 
     found = function(loss, params, x, fisher="empirical")(params, x)[2]["w"]
     g = x[:n] @ params["w"] / n
@@ -631,7 +631,7 @@ def test_the_forward_pass_is_shared_and_statistics_are_collected_once(looped):
             x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])
         else:
             x = functools.reduce(lambda x, k: jnp.tanh(x @ p[f"{k}"]), range(depth), x)
-        return jnp.mean(jnp.sum(kfac.output(x, "gaussian") ** 2, -1))
+        return jnp.mean(jnp.sum(kfac.mark_output(x, "gaussian") ** 2, -1))
 
     program = jax.jit(function(loss, params, x)).lower(params, x, fisher_key=jax.random.key(0)).compile().as_text()
     # Of a layer: its product forwards; two backwards; of the other backward pass only that on the way; A and G.

@@ -33,25 +33,25 @@ def test_coupled_momentum_in_the_optimizer():
     """By the ratio it is constant momentum with the rate behind it; the paper's form is another method."""
     falling = optax.polynomial_schedule(0.1, 0.0, 3, transition_steps=6, transition_begin=1)
     coupled = kfac.schedules.coupled_momentum(0.9, falling)
-    inside = run(plain_kfac(falling, layers(), momentum=coupled, rate_in_momentum=True), steps=6)[0]
+    inside = run(plain_kfac(falling, layers(), momentum=coupled, lr_in_momentum=True), steps=6)[0]
     outside = run(plain_kfac(falling, layers(), momentum=0.9), steps=6)[0]
     assert_close(inside, outside, 1e-5)
     proportional = kfac.schedules.coupled_momentum(0.9, falling, reference_rate=0.1)
-    other = run(plain_kfac(falling, layers(), momentum=proportional, rate_in_momentum=True), steps=6)[0]
+    other = run(plain_kfac(falling, layers(), momentum=proportional, lr_in_momentum=True), steps=6)[0]
     with pytest.raises(AssertionError):
         assert_close(other, outside, 1e-3)
 
 
 def test_the_damping_warms_up_by_its_recursion():
     initial, target, steps = 1e-1, 1e-4, 20
-    damping = kfac.schedules.damping_warmup(initial, target, steps)
+    damping = kfac.schedules.damping_decay(initial, target, steps)
     value, share = initial, 2 * np.log10(initial / target) / steps
     for t in range(60):
         np.testing.assert_allclose(damping(t), value, rtol=1e-4)
         value = (1 - share) * value + share * target
     # Equal ends are no warm-up; in float32 one of these is below, the other above its decimal number.
     for same in (1e-3, 1e-4):
-        assert kfac.schedules.damping_warmup(same, same, 10)(5) == np.float32(same)
+        assert kfac.schedules.damping_decay(same, same, 10)(5) == np.float32(same)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_the_damping_warms_up_by_its_recursion():
         ("coupled_momentum", (1.0, 0.1), "momentum"),
         ("coupled_momentum", (0.9, -0.1), "learning_rate"),
         ("coupled_momentum", (0.9, 0.1), "reference_rate"),
-        ("damping_warmup", (1e-4, 1e-3, 10), "initial"),
-        ("damping_warmup", (1e-3, 0, 10), "target"),
-        ("damping_warmup", (1e-1, 1e-4, 5), "num_steps"),
-        ("damping_warmup", (lambda step: 1e-1, 1e-4, 20), "initial"),
-        ("damping_warmup", (1e-1, 1e-4, lambda step: 20), "num_steps"),
+        ("damping_decay", (1e-4, 1e-3, 10), "initial"),
+        ("damping_decay", (1e-3, 0, 10), "target"),
+        ("damping_decay", (1e-1, 1e-4, 5), "num_steps"),
+        ("damping_decay", (lambda step: 1e-1, 1e-4, 20), "initial"),
+        ("damping_decay", (1e-1, 1e-4, lambda step: 20), "num_steps"),
     ],
 )
 def test_bad_arguments_are_named(function, arguments, name):
@@ -74,11 +74,11 @@ def test_bad_arguments_are_named(function, arguments, name):
 
 
 def test_a_rate_that_rises_and_falls():
-    rate = kfac.schedules.rise_and_fall(0.05, 20)
+    rate = kfac.schedules.warmup_linear_decay(0.05, 20)
     found = [float(rate(step)) for step in range(22)]
     expected = [0.025, 0.05, *(0.05 * (20 - step) / 18 for step in range(2, 21)), 0.0]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
     for wrong, words in (((-1.0, 10), "peak must lie in"), ((0.1, 0), "num_steps must be a positive int, but is 0")):
         with pytest.raises(ValueError, match=words):
-            kfac.schedules.rise_and_fall(*wrong)
-    assert kfac.schedules.rise_and_fall(0.05, 1)(0) == np.float32(0.05)
+            kfac.schedules.warmup_linear_decay(*wrong)
+    assert kfac.schedules.warmup_linear_decay(0.05, 1)(0) == np.float32(0.05)

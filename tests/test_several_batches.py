@@ -35,7 +35,7 @@ def term(params, name, pair, marked=True, scanned=False):
     def residual(x, y):
         z = jnp.tanh(x @ params["trunk"]) @ params[name]
         if marked:
-            z = kfac.output(z, "gaussian", weight=1.0 if name == "large" else WEIGHT * LARGE / SMALL)
+            z = kfac.mark_output(z, "gaussian", weight=1.0 if name == "large" else WEIGHT * LARGE / SMALL)
         return 0.5 * jnp.sum((z - y) ** 2, axis=-1)
 
     if scanned:
@@ -129,8 +129,12 @@ def test_a_second_batch_without_marks_has_no_rows(first):
     layers = kfac.find_layers(
         lambda p, a, b: loss_fn(p, {first: a, second: b}, marked=False), params, batch[first], batch[second]
     )
-    assert {layer.name: layer.kind for layer in layers} == {first: "dense", second: "gradient", "trunk": "gradient"}
-    why = "it reads rows of another batch, without kfac.output(..., weight=), or batch_argnums=(1, 2) if it is as long"
+    assert {layer.name: layer.kind for layer in layers} == {
+        first: "dense",
+        second: "gradient-factors",
+        "trunk": "gradient-factors",
+    }
+    why = "without kfac.mark_output(..., weight=), or batch_argnums=(1, 2) if it is as long"
     assert why in str(layers)
 
 
@@ -145,7 +149,7 @@ def test_two_batches_of_one_length_have_rows_where_both_are_named():
 
     params = {name: params[name] for name in ("trunk", "large")}
     layers = [kfac.find_layers(loss, params, x, x[::-1], batch_argnums=k) for k in (None, (1, 2))]
-    assert [[layer.kind for layer in found] for found in layers] == [["gradient"] * 2, ["dense"] * 2]
+    assert [[layer.kind for layer in found] for found in layers] == [["gradient-factors"] * 2, ["dense"] * 2]
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -156,13 +160,13 @@ def test_a_penalty_of_products_with_a_constant(marked):
     def loss(p, x):
         z, r = jnp.tanh(x @ p["trunk"]) @ p["large"], jnp.ones((1, 6)) @ p["trunk"]
         if marked:
-            z, r = kfac.output(z, "residual"), kfac.output(r, "residual", weight=0.2 * LARGE)
+            z, r = kfac.mark_output(z, "residual"), kfac.mark_output(r, "residual", weight=0.2 * LARGE)
         return 0.5 * jnp.mean(jnp.sum(z**2, -1)) + 0.1 * jnp.sum(r**2)
 
     params = {name: params[name] for name in ("trunk", "large")}
     layers = kfac.find_layers(loss, params, batch["large"][0])
-    assert layers["trunk"].kind == ("dense" if marked else "gradient")
-    why = "dot_general: it reads a constant [1, 6] too, as a penalty does, without kfac.output(..., weight=)"
+    assert layers["trunk"].kind == ("dense" if marked else "gradient-factors")
+    why = "dot_general: it reads a constant [1, 6] too, as a penalty does, without kfac.mark_output(..., weight=)"
     assert (layers["trunk"].note == why) == (not marked)
 
 
@@ -190,14 +194,14 @@ def test_a_differential_equation_and_its_boundary(laplacian):
             "jacfwd": lambda x: jnp.trace(jax.jacfwd(jax.jacfwd(u))(x)),
         }
         inside, outside = jax.vmap(forms[laplacian])(points["inner"]), jax.vmap(u)(points["edge"])
-        inside = kfac.output(inside[:, None], "residual")
-        outside = kfac.output(outside[:, None], "residual", weight=3 * 12 / 5)
+        inside = kfac.mark_output(inside[:, None], "residual")
+        outside = kfac.mark_output(outside[:, None], "residual", weight=3 * 12 / 5)
         return 0.5 * jnp.sum(inside**2) / 12 + 3 * 0.5 * jnp.sum(outside**2) / 5
 
     points = {"inner": inner, "edge": edge}
     layers = kfac.find_layers(loss, params, points)
     kinds = {leaf: layer.kind for layer in layers for leaf in layer.params}
-    assert kinds == {"a/w": "dense", "out": "dense", "a/b": "gradient" if laplacian == "hessian" else "dense"}
+    assert kinds == {"a/w": "dense", "out": "dense", "a/b": "gradient-factors" if laplacian == "hessian" else "dense"}
     measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=12)
     factors = jax.jit(measure, compiler_options=FAST)(params, points, fisher_key=jax.random.key(0))[2]
     if laplacian != "hessian":  # the last kernel reads activations on the boundary, and their second tangents inside
@@ -215,7 +219,9 @@ def test_weights_are_of_all_that_the_loss_has():
         return term(params, "large", batch["large"], False) + term(params, "small", batch["small"])
 
     layers = kfac.find_layers(loss, params, batch)
-    with pytest.raises(ValueError, match=r"weight= of kfac\.output: the loss depends on 'large', but no marked output"):
+    with pytest.raises(
+        ValueError, match=r"weight= of kfac\.mark_output: the loss depends on 'large', but no marked output"
+    ):
         jax.eval_shape(kfac.value_and_grad(loss, layers, num_examples=LARGE), params, batch)
 
 
@@ -227,7 +233,7 @@ def same_heads(params, batch):
 
 def second_marked(params, batch):
     z = jnp.tanh(batch["small"][0] @ params["trunk"]) @ params["small"]
-    squares = jnp.sum((kfac.output(z, "gaussian") - batch["small"][1]) ** 2, axis=-1)
+    squares = jnp.sum((kfac.mark_output(z, "gaussian") - batch["small"][1]) ** 2, axis=-1)
     return term(params, "large", batch["large"], False) + 0.5 * WEIGHT * squares.mean()
 
 
@@ -247,7 +253,7 @@ def test_a_constant_batch_beside_the_data(marked):
     params, batch = problem()
     loss = lambda p, large: loss_fn(p, {**batch, "large": large}, marked=marked)  # noqa: E731
     layers = kfac.find_layers(loss, params, batch["large"])
-    assert {layer.kind for layer in layers if layer.name != "large"} == {"dense" if marked else "gradient"}
+    assert {layer.kind for layer in layers if layer.name != "large"} == {"dense" if marked else "gradient-factors"}
     found = jax.jit(kfac.value_and_grad(loss, layers, num_examples=LARGE))(params, batch["large"])[2]
     whole = functools.partial(loss_fn, marked=True)
     expected = jax.jit(kfac.value_and_grad(whole, kfac.find_layers(whole, params, batch), num_examples=LARGE))(
@@ -283,7 +289,7 @@ def test_rows_of_the_batch_joined_with_others(way, others):
 
     def loss(params, x, y):
         z = jnp.tanh(jnp.concatenate([x, y]) @ params["trunk"]) @ params["large"]
-        z = kfac.output(z, "residual") if way == "mark" else z
+        z = kfac.mark_output(z, "residual") if way == "mark" else z
         return 0.5 * jnp.mean(jnp.sum(z**2, axis=-1))
 
     layers = kfac.find_layers(loss, params, x, y)

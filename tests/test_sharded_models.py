@@ -111,10 +111,12 @@ def batches():
     return [{"x": normal(20 + k, N, T, D), "y": y} for k, y in enumerate(labels)]
 
 
-def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (params, batch)):
+def trained(loss, layers, preconditioner, blind=False, place=lambda params, batch: (params, batch)):
     """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
     params = parameters()
-    tx = plain_kfac(0.002, layers, damping=1.0, inverse_every=3, refresh_warmup=2, inverse=inverse)
+    tx = plain_kfac(
+        0.002, layers, damping=1.0, inverse_update_period=3, interval_warmup_steps=2, preconditioner=preconditioner
+    )
     data = batches()
     params, _ = place(params, data[0])
     shardings = jax.tree.map(lambda x: x.sharding, params)
@@ -124,7 +126,7 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
     def step(params, state, batch, statistics):
         basis = (
             {"basis": kfac.curvature.eigenbasis(state, layers)}
-            if isinstance(inverse, kfac.Ekfac) and statistics
+            if isinstance(preconditioner, kfac.EKFAC) and statistics
             else {}
         )
         measure = kfac.value_and_grad(loss, layers, num_examples=N)
@@ -144,10 +146,10 @@ def trained(loss, layers, inverse, blind=False, place=lambda params, batch: (par
 
 
 @functools.cache
-def alone(inverse, max_dim):
+def alone(preconditioner, max_factor_dim):
     loss = loss_of("data", (), explicit=False)
-    layers = kfac.find_layers(loss, parameters(), batches()[0], max_dim=max_dim)
-    return layers, trained(loss, layers, inverse)[0]
+    layers = kfac.find_layers(loss, parameters(), batches()[0], max_factor_dim=max_factor_dim)
+    return layers, trained(loss, layers, preconditioner)[0]
 
 
 def grid():
@@ -155,19 +157,19 @@ def grid():
     usual = {("tensor", AxisType.Auto, "Cholesky", 4, "seen", 20)}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):
-            for inverse, max_dim in (("Cholesky", 8192), ("Ekfac", 8192), ("Cholesky", 20)):
+            for preconditioner, max_factor_dim in (("Cholesky", 8192), ("EKFAC", 8192), ("Cholesky", 20)):
                 for devices, init in itertools.product((4, 3), ("seen", "blind")):
-                    case = form, kind, inverse, devices, init, max_dim
+                    case = form, kind, preconditioner, devices, init, max_factor_dim
                     marks = () if case in usual else pytest.mark.slow
-                    name = f"{inverse}{' in blocks' if max_dim < 100 else ''}"
+                    name = f"{preconditioner}{' in blocks' if max_factor_dim < 100 else ''}"
                     yield pytest.param(*case, id=f"{form}-{kind.name}-{name}-{devices}-{init}", marks=marks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "kind", "inverse", "devices", "init", "max_dim"), list(grid()))
-def test_a_mesh_is_one_device(form, kind, inverse, devices, init, max_dim, x64):
-    inverse = getattr(kfac, inverse)()
-    layers, expected = alone(inverse, max_dim)
+@pytest.mark.parametrize(("form", "kind", "preconditioner", "devices", "init", "max_factor_dim"), list(grid()))
+def test_a_mesh_is_one_device(form, kind, preconditioner, devices, init, max_factor_dim, x64):
+    preconditioner = getattr(kfac, preconditioner)()
+    layers, expected = alone(preconditioner, max_factor_dim)
     sizes, batch_axes, axis = axes_of(form, devices)
     types = (kind,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=jax.devices()[:devices])
@@ -180,7 +182,7 @@ def test_a_mesh_is_one_device(form, kind, inverse, devices, init, max_dim, x64):
     explicit = kind == AxisType.Explicit
     loss = loss_of(form, batch_axes, explicit)
     with jax.set_mesh(mesh):
-        found, kept, _ = trained(loss, layers, inverse, init == "blind", place)
+        found, kept, _ = trained(loss, layers, preconditioner, init == "blind", place)
     assert all(jax.tree.leaves(kept)), kept
 
     def close(found, expected):

@@ -157,7 +157,7 @@ def test_a_product_of_constants_alone_is_a_penalty():
     )
     assert {layer.name: (layer.kind, layer.note) for layer in layers} == {
         "v": ("dense", ""),
-        "w": ("gradient", "read without examples"),
+        "w": ("gradient-factors", "read without examples"),
     }
 
 
@@ -184,6 +184,6 @@ def test_a_number_made_of_such_rows_may_scale_the_examples(x64):
 
     params, x = {"w": normal(0, D, H)}, normal(1, N, D)
     layers = kfac.find_layers(loss, params, x)
-    assert layers["w"].kind == "gradient"
+    assert layers["w"].kind == "gradient-factors"
     _, gradients, _ = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
     np.testing.assert_allclose(gradients["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5)

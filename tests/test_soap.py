@@ -1,4 +1,4 @@
-"""`inverse=kfac.Soap()`: what it keeps and applies, against NumPy; devices; refusals.
+"""`preconditioner=kfac.SOAP()`: what it keeps and applies, against NumPy; devices; refusals.
 
 Tests the inside of `_curvature`, too: a basis that follows a matrix, and orthonormal columns by products.
 """
@@ -27,15 +27,15 @@ DECAY = 0.8
 
 def basis(state):
     """The eigenvectors of the two dense layers, which are one group."""
-    inverse = state_of(state).owned["kronecker_4x4"].blocks.inverse
+    preconditioner = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
     return {
-        name: [np.asarray(side.vectors[k], np.float64) for side in (inverse.A, inverse.G)]
+        name: [np.asarray(side.vectors[k], np.float64) for side in (preconditioner.A, preconditioner.G)]
         for k, name in enumerate(("first", "out"))
     }
 
 
 @pytest.mark.parametrize(
-    ("inverse_every", "relative"),
+    ("inverse_update_period", "relative"),
     [
         (1, False),
         (3, True),
@@ -43,12 +43,12 @@ def basis(state):
         slow(3, False),
     ],
 )
-def test_steps_against_numpy(inverse_every, relative):
+def test_steps_against_numpy(inverse_update_period, relative):
     """Squares of gradients are averaged in the basis, follow its order, and their root divides the gradient."""
     damping = 1e-3
     tx = kfac.scale_by_kfac(
-        LAYERS, inverse=kfac.Soap(decay=DECAY, relative=relative), damping=damping, factor_decay=0.5,
-        inverse_every=inverse_every, refresh_warmup=0, distribution=kfac.Distribution(),
+        LAYERS, preconditioner=kfac.SOAP(decay=DECAY, relative=relative), damping=damping, factor_ema_decay=0.5,
+        inverse_update_period=inverse_update_period, interval_warmup_steps=0, distribution=kfac.Distribution(),
     )  # fmt: skip
     state, update = tx.init(problem.initial()), jax.jit(observing(tx), compiler_options=QUICKLY)
     average, weight, moved = {}, 0.0, 0
@@ -201,59 +201,64 @@ def test_factors_that_say_little():
 @pytest.mark.slow
 def test_bases_are_kept_in_float32_and_applied_in_bfloat16():
     (_, wide, expected), (_, narrow, updates) = (
-        history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(precision)))[-1] for precision in ("float32", "bfloat16")
+        history(kfac.scale_by_kfac(LAYERS, preconditioner=kfac.SOAP(precision)))[-1]
+        for precision in ("float32", "bfloat16")
     )
-    kept = [state_of(state).owned["kronecker_4x4"].blocks.inverse for state in (wide, narrow)]
+    kept = [state_of(state).owned["kronecker_4x4"].blocks.preconditioner for state in (wide, narrow)]
     assert_equal((kept[0].A, kept[0].G), (kept[1].A, kept[1].G))
     assert_close(updates, expected, rtol=0.1)
     assert problem.differ(updates, expected)
 
 
 def test_a_refresh_that_fails_keeps_basis_and_moments():
-    inverse = kfac.Soap()
+    preconditioner = kfac.SOAP()
     good = jnp.stack([jnp.diag(jnp.arange(3.0) + 1)] * 2)
-    kept = inverse.init(Kronecker(good, good))
+    kept = preconditioner.init(Kronecker(good, good))
     bad = good.at[1, 0, 0].set(jnp.nan)
-    new = refresh(inverse, kept, Kronecker(good, bad), jnp.ones(2, bool), jnp.asarray(1e-3))
+    new = refresh(preconditioner, kept, Kronecker(good, bad), jnp.ones(2, bool), jnp.asarray(1e-3))
     np.testing.assert_array_equal(new.valid, [True, False])
-    np.testing.assert_array_equal(new.inverse.A.vectors[1], kept.A.vectors[1])
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.inverse))
+    np.testing.assert_array_equal(new.preconditioner.A.vectors[1], kept.A.vectors[1])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new.preconditioner))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse_every", [3, 1])
-def test_several_devices_are_one(inverse_every):
+@pytest.mark.parametrize("inverse_update_period", [3, 1])
+def test_several_devices_are_one(inverse_update_period):
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
 
     def made(mesh):
         where = kfac.Distribution(mesh=mesh)
-        return kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap(), inverse_every=inverse_every, distribution=where)
+        return kfac.scale_by_kfac(
+            LAYERS, preconditioner=kfac.SOAP(), inverse_update_period=inverse_update_period, distribution=where
+        )
 
     (_, one, expected), (_, state, updates) = (history(made(m))[-1] for m in (None, mesh))
     assert_close(updates, expected, rtol=2e-4)
     portable = jax.jit(kfac.state.gather_state)(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
-    assert_close(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (portable, one)), rtol=2e-3)
+    assert_close(
+        *(state_of(s).owned["kronecker_4x4"].blocks.preconditioner.moments for s in (portable, one)), rtol=2e-3
+    )
     again = jax.jit(lambda state: kfac.state.gather_state(kfac.state.scatter_state(state, 2)))(portable)
     assert_equal(again, portable)
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_leaves_moments_alone():
-    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Soap())
+    tx = kfac.kfac(0.1, LAYERS, preconditioner=kfac.SOAP())
     _, state, _ = history(tx, 2)[-1]
     grads, factors = measured(2)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
     state = jax.jit(kfac.observe)(state, factors)  # which may reorder the moments
     _, after = jax.jit(tx.update)(bad, state, problem.initial())
     assert kfac.diagnostics(after)["skipped_steps"] == 1
-    assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.inverse.moments for s in (after, state)))
+    assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.preconditioner.moments for s in (after, state)))
 
 
 def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 4)
-    layers = kfac.find_layers(problem.loss_fn, problem.initial(), problem.batch(0), max_dim=3)
-    tx = kfac.scale_by_kfac(layers, inverse=kfac.Soap(), damping=1e-3)
+    layers = kfac.find_layers(problem.loss_fn, problem.initial(), problem.batch(0), max_factor_dim=3)
+    tx = kfac.scale_by_kfac(layers, preconditioner=kfac.SOAP(), damping=1e-3)
     grads = problem.measured(0)[0]
     _, _, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(problem.initial(), problem.batch(0))
     updates, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(problem.initial()), factors=factors)
@@ -266,21 +271,28 @@ def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
 
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="decay must lie in"):
-        kfac.Soap(decay=1.0)
-    _, state, _ = history(kfac.scale_by_kfac(LAYERS, inverse=kfac.Soap()), 1)[-1]
+        kfac.SOAP(decay=1.0)
+    _, state, _ = history(kfac.scale_by_kfac(LAYERS, preconditioner=kfac.SOAP()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
         kfac.curvature.operator(LAYERS, state)
-    assert float(kfac.curvature.operator(LAYERS, state, inverse=kfac.Eigh()).trace()) > 0
+    assert float(kfac.curvature.operator(LAYERS, state, preconditioner=kfac.Eigh()).trace()) > 0
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     """In Nesterov's form, also while the basis turns; of blocks in closed form it is that of what they return."""
     rate, decay, damping = 0.1, 0.9, 1e-3
-    inverse = kfac.Soap(decay=DECAY)
+    preconditioner = kfac.SOAP(decay=DECAY)
     tx = kfac.kfac(
-        rate, LAYERS, inverse=inverse, step_norm=None, damping=damping, momentum=decay, nesterov=True, inverse_every=3
+        rate,
+        LAYERS,
+        preconditioner=preconditioner,
+        step_norm=None,
+        damping=damping,
+        momentum=decay,
+        nesterov=True,
+        inverse_update_period=3,
     )
-    alone = kfac.scale_by_kfac(LAYERS, inverse=inverse, damping=damping, inverse_every=3)
+    alone = kfac.scale_by_kfac(LAYERS, preconditioner=preconditioner, damping=damping, inverse_update_period=3)
     state, kept = jax.jit(tx.init)(problem.initial()), jax.jit(alone.init)(problem.initial())
     trace = {"first": np.zeros((4, 4)), "out": np.zeros((4, 4)), "offset": np.zeros(4)}
     for t in range(4):
@@ -291,8 +303,8 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
         trace = {name: decay * m + new[name] for name, m in trace.items()}
         ahead = {name: decay * m + new[name] for name, m in trace.items()}
         stack = jnp.asarray(np.stack([ahead["first"], ahead["out"]]), jnp.float32)
-        blocks = state_of(kept).owned["kronecker_4x4"].blocks.inverse
-        expected = dict(zip(("first", "out"), inverse.apply(blocks, stack, jnp.asarray(damping)), strict=True))
+        blocks = state_of(kept).owned["kronecker_4x4"].blocks.preconditioner
+        expected = dict(zip(("first", "out"), preconditioner.apply(blocks, stack, jnp.asarray(damping)), strict=True))
         for name, step in {**matrices(updates), "offset": updates["offset"]}.items():
             np.testing.assert_allclose(step, -rate * expected.get(name, ahead[name]), rtol=1e-3, atol=1e-5)
     assert float(kfac.diagnostics(state)["gradient_norm"]) == pytest.approx(
@@ -301,7 +313,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
     updates, after = jax.jit(tx.update)(bad, state, problem.initial())
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
-    assert_equal(*({name: b.inverse for name, b in state_of(x).blocks.items()} for x in (after, state)))
+    assert_equal(*({name: b.preconditioner for name, b in state_of(x).blocks.items()} for x in (after, state)))
     assert_equal(motions(after), motions(state))
 
 
@@ -313,7 +325,7 @@ def test_owners_under_shard_map():
 
     def made(axis):
         where = kfac.Distribution(axis)
-        return kfac.kfac(0.05, LAYERS, inverse=kfac.Soap(), inverse_every=2, distribution=where)
+        return kfac.kfac(0.05, LAYERS, preconditioner=kfac.SOAP(), inverse_update_period=2, distribution=where)
 
     tx, params = made("devices"), problem.initial()
     specs = kfac.state.state_specs(made(None), params, "devices")
@@ -333,7 +345,7 @@ def test_owners_under_shard_map():
 @pytest.mark.parametrize("scale", [1e-17, 1e-19, 1e-25])
 def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
     """Its mean squares, times the damping, leave the range of float32."""
-    tx = kfac.kfac(0.1, LAYERS, inverse=kfac.Soap())
+    tx = kfac.kfac(0.1, LAYERS, preconditioner=kfac.SOAP())
     state = history(tx, 1)[-1][1]
     grads, factors = measured(1)
     grads = {**grads, "first": jax.tree.map(lambda x: scale * x, grads["first"])}
@@ -345,7 +357,7 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inverse", [kfac.Cholesky(), kfac.Soap()])
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(), kfac.SOAP()])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -354,11 +366,11 @@ def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
         jnp.float16,
     ],
 )
-def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
+def test_narrow_models_where_float64_is_allowed(x64, dtype, preconditioner):
     params = problem.initial(dtype)
     batch = problem.batch(0, dtype=dtype)
     layers = kfac.find_layers(problem.loss_fn, params, batch)
-    tx = kfac.kfac(0.05, layers, inverse=inverse)
+    tx = kfac.kfac(0.05, layers, preconditioner=preconditioner)
     _, grads, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(params, batch)
     updates, state = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), params, factors=factors)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
@@ -369,13 +381,13 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, inverse):
 def found_inverse(layers, params, **options):
     """The inverse of `kfac.kfac` with these options."""
     state = jax.eval_shape(kfac.kfac(0.1, layers, **options).init, params)
-    return state_of(state).settings.inverse
+    return state_of(state).settings.preconditioner
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, kfac.Soap(relative=True)),
+        ({}, kfac.SOAP(relative=True)),
         ({"step_norm": None}, kfac.Cholesky()),
         ({"step_norm": None, "trust_ratio": 1.0}, kfac.Cholesky()),
         ({"step_norm": None, "kl_clip": 1e-3}, kfac.Cholesky()),
@@ -388,17 +400,18 @@ def test_the_default(options, expected):
 @pytest.mark.slow
 def test_the_default_is_the_same_as_naming_it():
     (_, one, updates), (_, other, expected) = (
-        history(kfac.kfac(0.1, LAYERS, **options))[-1] for options in ({}, {"inverse": kfac.Soap(), "damping": 1e-4})
+        history(kfac.kfac(0.1, LAYERS, **options))[-1]
+        for options in ({}, {"preconditioner": kfac.SOAP(), "damping": 1e-4})
     )
     assert_equal(updates, expected)
     assert_equal(one, other)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("made", "given"), [(kfac.Soap(), kfac.Cholesky()), (kfac.Cholesky(), kfac.Soap())])
+@pytest.mark.parametrize(("made", "given"), [(kfac.SOAP(), kfac.Cholesky()), (kfac.Cholesky(), kfac.SOAP())])
 def test_the_state_of_another_inverse_is_refused(made, given):
     """The parts of the two states differ, too: the default may change with the layers."""
-    state = kfac.kfac(0.1, LAYERS, inverse=made).init(problem.initial())
+    state = kfac.kfac(0.1, LAYERS, preconditioner=made).init(problem.initial())
     grads, factors = measured(0)
-    with pytest.raises(ValueError, match=f"inverse={type(given).__name__}.*state is one for inverse"):
-        kfac.kfac(0.1, LAYERS, inverse=given).update(grads, kfac.observe(state, factors), problem.initial())
+    with pytest.raises(ValueError, match=f"preconditioner={type(given).__name__}.*state is one for inverse"):
+        kfac.kfac(0.1, LAYERS, preconditioner=given).update(grads, kfac.observe(state, factors), problem.initial())

@@ -57,8 +57,8 @@ def updates_of(tx, grads, factors, steps=3):
 
 def optimizers(layers, distribution):
     return {
-        "chain": kfac.kfac(0.1, layers, damping=1e-2, inverse_every=2, distribution=distribution),
-        "eigh": kfac.scale_by_kfac(layers, damping=1e-2, inverse=kfac.Eigh(), distribution=distribution),
+        "chain": kfac.kfac(0.1, layers, damping=1e-2, inverse_update_period=2, distribution=distribution),
+        "eigh": kfac.scale_by_kfac(layers, damping=1e-2, preconditioner=kfac.Eigh(), distribution=distribution),
     }
 
 
@@ -85,7 +85,7 @@ def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, ow
     grads, factors = measured()
     expected, _ = updates_of(optimizers(found(), kfac.Distribution())[name], grads, factors)
     mesh, specs = meshes(kind)
-    distribution = kfac.Distribution(owners=owners)
+    distribution = kfac.Distribution(owner_axes=owners)
     with jax.set_mesh(mesh):
         split = lying(mesh, specs[form], grads)
         everywhere = jax.device_put(factors, NamedSharding(mesh, P()))

@@ -39,7 +39,7 @@ def loss_fn(p, x, t):
     y = jnp.tanh(y * p["norm"]["scale"] + p["norm"]["shift"])
     y = y.reshape(len(x), -1, 3) + p["table"]  # positions that share the dense layers
     y, _ = lax.scan(lambda y, layer: (jnp.tanh(y @ layer["w"] + layer["b"]), None), y, p["stack"])
-    y = kfac.output(jnp.tanh(y @ p["out"]["w"]) * p["temperature"], "gaussian")
+    y = kfac.mark_output(jnp.tanh(y @ p["out"]["w"]) * p["temperature"], "gaussian")
     return jnp.mean(jnp.sum(y * t[:, None], axis=(1, 2)))
 
 
@@ -49,8 +49,8 @@ def batch(n):
 
 @functools.cache
 def found():
-    layers = kfac.find_layers(loss_fn, params(), *batch(8), gradient=["temperature"])
-    assert {layer.kind for layer in layers} == {"conv", "unitwise", "diagonal", "dense", "gradient"}
+    layers = kfac.find_layers(loss_fn, params(), *batch(8), gradient_factors=["temperature"])
+    assert {layer.kind for layer in layers} == {"conv", "unitwise", "diagonal", "dense", "gradient-factors"}
     return layers
 
 
@@ -137,7 +137,7 @@ def test_a_batch_that_is_passed_by_keyword_or_with_what_all_examples_share():
 
 def test_the_number_of_examples_is_that_of_the_whole_batch():
     def loss(p, x):  # the mean is over the second half of each sequence
-        return 0.5 * jnp.mean(jnp.sum(kfac.output((x @ p["w"])[:, 2:], "gaussian") ** 2, axis=-1))
+        return 0.5 * jnp.mean(jnp.sum(kfac.mark_output((x @ p["w"])[:, 2:], "gaussian") ** 2, axis=-1))
 
     p, x = {"w": normal(0, 5, 3)}, normal(1, 8, 4, 5)
     layers = kfac.find_layers(loss, p, x)

@@ -116,7 +116,7 @@ def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
 
     def loss(p, b):
         h = jnp.tanh(p["table"][b["tokens"]] @ p["w"])
-        z = kfac.output(h @ p["table"].T, "categorical")
+        z = kfac.mark_output(h @ p["table"].T, "categorical")
         return -jnp.mean(jnp.sum(jax.nn.one_hot(b["targets"], V) * jax.nn.log_softmax(z), axis=-1))
 
     params, batch = embedding_parameters(), sentences(24)
@@ -186,7 +186,7 @@ def test_statistics_of_a_scaled_loss(x64):
 
 def test_the_setting_reduce_is_refused():
     with pytest.raises(ValueError, match=r"reduce: .*'w'.*or as its transpose as well"):
-        kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), reduce=["w"])
+        kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), kfac_reduce=["w"])
 
 
 def test_a_kernel_read_twice_in_one_way_is_as_before(x64):

@@ -26,7 +26,7 @@ x, labels = normal(0, 24, 5, dtype=np.float32), jnp.arange(24) % 3
 
 
 def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(kfac.output(logits, "categorical"), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(kfac.mark_output(logits, "categorical"), labels).mean()
 
 
 def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
@@ -37,7 +37,9 @@ def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
 
     @jax.jit
     def step(params, state):
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if options.get("inverse") == kfac.Ekfac() else {}
+        basis = (
+            {"basis": kfac.curvature.eigenbasis(state, layers)} if options.get("preconditioner") == kfac.EKFAC() else {}
+        )
         value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
         state = kfac.observe(state, measure(params, batch, **basis))
         updates, state = tx.update(grads, state, params)
@@ -56,9 +58,9 @@ def close(found, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {"inverse": None},
+        {"preconditioner": None},
         {"statistics_fraction": 1 / 5},
-        {"inverse": kfac.Ekfac(), "damping": 1e-2, "nesterov": True},
+        {"preconditioner": kfac.EKFAC(), "damping": 1e-2, "nesterov": True},
     ],
 )
 def test_linen(x64, options):
@@ -134,17 +136,17 @@ def perceptron():
 
 
 @pytest.mark.parametrize(
-    ("cost", "every"),
+    ("overhead", "every"),
     [(0.1, 6), (10, 1), slow(0.05, 11), slow(0.3, 2)],
 )
-def test_statistics_are_taken_when_they_are_due(cost, every):
+def test_statistics_are_taken_when_they_are_due(overhead, every):
     """In ten steps, then ever less often down to the cost that the first batch has, whatever a smaller one has."""
 
     def now(count):
         return 1 if count < 10 else min(every, 2 if count < 20 else 4)
 
     params, x, loss_fn = perceptron()
-    step = kfac.train_step(loss_fn, 0.05, cost=cost)
+    step = kfac.train_step(loss_fn, 0.05, overhead=overhead)
     state, ages = step.init(params, x), []
     for count, size in enumerate([512] * 15 + [8, 8] + [512] * 4):
         assert bool(kfac.statistics_due(state)) == (count % now(count) == 0)
@@ -154,9 +156,9 @@ def test_statistics_are_taken_when_they_are_due(cost, every):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({}, "2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 6 steps"),
-    ({"cost": 10, "inverse": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
-    ({"statistics_fraction": 1, "cost": 0.3}, "Soap, statistics every 6 steps"),
+    ({}, "2 layers, 320 parameters, SOAP, statistics of 1/4 of the examples every 6 steps"),
+    ({"overhead": 10, "preconditioner": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
+    ({"statistics_fraction": 1, "overhead": 0.3}, "SOAP, statistics every 6 steps"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
 def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
@@ -181,7 +183,7 @@ def test_it_says_how_many_parameters_are_left_out(capsys):
     params, x, loss_fn = perceptron()
     params |= {"frozen": jnp.ones((400, 300))}
     kfac.train_step(loss_fn, 0.05).init(params, x)
-    assert capsys.readouterr().out.startswith("2 layers, 320 parameters (0.1 M more skipped), Soap, ")
+    assert capsys.readouterr().out.startswith("2 layers, 320 parameters (0.1 M more skipped), SOAP, ")
 
 
 def test_a_parameter_with_a_weak_type_compiles_nothing_anew():
@@ -194,7 +196,7 @@ def test_a_parameter_with_a_weak_type_compiles_nothing_anew():
 
     params = {"network": params, "temperature": jnp.log(0.5)}
     assert jax.typeof(params["temperature"]).weak_type
-    step = kfac.train_step(tempered, 0.05, cost=10, verbose=False)
+    step = kfac.train_step(tempered, 0.05, overhead=10, verbose=False)
     state = step.init(params, x)
     params, state, _ = step(params, state, x)
     traced = len(calls)
@@ -204,7 +206,7 @@ def test_a_parameter_with_a_weak_type_compiles_nothing_anew():
 
 def test_inside_of_a_loop_it_is_the_same():
     params, x, loss_fn = perceptron()
-    step = kfac.train_step(loss_fn, 0.05, cost=0.6)
+    step = kfac.train_step(loss_fn, 0.05, overhead=0.6)
     found = params, step.init(params, x)
     for _ in range(14):
         found = step(*found, x)[:2]
@@ -238,7 +240,7 @@ def test_parts_of_a_batch_have_keys_of_their_own():
 @pytest.mark.slow
 def test_a_number_of_examples_that_the_loss_does_not_show():
     def loss_fn(params, batch):  # the loss is of the second half of each sequence
-        logits = kfac.output((batch @ params["w"])[:, 2:], "gaussian")
+        logits = kfac.mark_output((batch @ params["w"])[:, 2:], "gaussian")
         return 0.5 * jnp.mean(jnp.sum(logits**2, axis=-1))
 
     params, batch = {"w": jnp.ones((5, 3))}, jnp.asarray(normal(0, 6, 4, 5, dtype=np.float32))
@@ -274,7 +276,7 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
         return 0.5 * jnp.mean(jnp.sum((b[0] @ p["w"] - b[1]) ** 2, -1))
 
     def after(**options):
-        step = kfac.train_step(loss_fn, 0.1, inverse=kfac.Cholesky(), step_norm=None, **options)
+        step = kfac.train_step(loss_fn, 0.1, preconditioner=kfac.Cholesky(), step_norm=None, **options)
         return step(p, step.init(p, b), b)[0]["w"]
 
     expected = after()
@@ -297,7 +299,12 @@ def test_what_is_split_is_found_or_said(x64):
 
     def once(*args, batch_argnums=None, parts=4, loss_fn=loss_fn, **kwargs):
         step = kfac.train_step(
-            loss_fn, 0.1, inverse=kfac.Cholesky(), step_norm=None, num_microbatches=parts, batch_argnums=batch_argnums
+            loss_fn,
+            0.1,
+            preconditioner=kfac.Cholesky(),
+            step_norm=None,
+            num_microbatches=parts,
+            batch_argnums=batch_argnums,
         )
         params, _, loss = step(p, step.init(p, *args, **kwargs), *args, **kwargs)
         return params["w"], loss
@@ -355,7 +362,7 @@ def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
     lines = said.err.splitlines()
     assert {line.split()[2] for line in lines} == {"statistics:", "step:"}
     assert all(re.fullmatch(r"compiling the (statistics|step): \d+ s so far", line) for line in lines)
-    assert said.out.startswith("2 layers, 320 parameters, Soap, statistics of 1/4 of the examples every 6 steps")
+    assert said.out.startswith("2 layers, 320 parameters, SOAP, statistics of 1/4 of the examples every 6 steps")
     assert said.out.count("\n") == 1
     for options in ({"speed": 0.01}, {"speed": 50, "verbose": False}):
         assert said_in_a_slow_trace(capsys, monkeypatch, **options).err == ""
@@ -406,7 +413,7 @@ def test_init_says_what_a_mean_step_costs(capsys):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["wide"]) @ params["head"]))
 
     params = {"wide": jnp.ones((400, 300)) / 20, "head": jnp.ones((300, 2)) / 20}
-    kfac.train_step(loss_fn, 0.1, max_dim=8192).init(params, jnp.ones((64, 400)))
+    kfac.train_step(loss_fn, 0.1, max_factor_dim=8192).init(params, jnp.ones((64, 400)))
     said = capsys.readouterr().out
     price, alone = map(
         float, re.search(r"in a mean step ([\d.]+) times the FLOPs.*, ([\d.]+) for wide alone", said).groups()
@@ -416,7 +423,7 @@ def test_init_says_what_a_mean_step_costs(capsys):
     seldom = 16 * (2 * (400**2 + 300**2) + 4 * 400 * 300) + 3 * 14 / 3 * (400**3 + 300**3)
     applied = 2 * 2 * 400 * 300 * 700
     np.testing.assert_allclose(alone, (seldom / 16 + applied) / gradients, atol=0.01)
-    assert price > alone and "max_dim=100 cuts" in said
+    assert price > alone and "max_factor_dim=100 cuts" in said
 
 
 def test_a_batch_with_arrays_that_examples_share_is_not_thinned(capsys):
@@ -441,4 +448,4 @@ def test_parts_of_a_quarter_are_no_single_examples():
     params, batch = jnp.ones((3, 2)), jnp.ones((630, 3))
     state = step.init(params, batch)
     params, state, loss = step(params, state, batch)  # 157 of 630 are a prime
-    assert np.isfinite(loss) and state[0].measured == 0
+    assert np.isfinite(loss) and state[0].last_statistics_step == 0

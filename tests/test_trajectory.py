@@ -13,8 +13,8 @@ from problem import QUICKLY, ages_of, plain_kfac, state_of
 from reference import BLOCKS, SKIPPED, Reference, batch, initial_parameters, network
 
 STEPS = 30
-# Steps without statistics. 8 and 20 are multiples of `inverse_every`: a refresh is due, after steps 7 and 19 without
-# one of their own. 2 lies in the first phase. At 12 nothing has changed since 8 if the damping has not.
+# Steps without statistics. 8 and 20 are multiples of `inverse_update_period`: a refresh is due, after steps 7 and 19
+# without one of their own. 2 lies in the first phase. At 12 nothing has changed since 8 if the damping has not.
 WITHOUT = (2, 5, 8, 9, 10, 11, 12, 17, 20, 23, 24, 25, 26, 27, 28)
 
 
@@ -66,43 +66,43 @@ CONFIGURATIONS = {
     "everything": {
         "learning_rate": FALLING,
         "damping": table(*[0.5] * 6, *[0.25] * 7, *[0.125] * 8, 0.0625),
-        "factor_decay": RISING,
+        "factor_ema_decay": RISING,
         "momentum": table(0.0, 0.5, 0.875),
         "nesterov": True,
         "weight_decay": table(0.0625, 0.03125),
         "kl_clip": table(*[2.0**-9] * 10, 2.0**-11),
         "trust_ratio": table(1.0, 0.5),
-        "unitwise_damping": table(1.0, 2.0),
-        "inverse_every": 4,
-        "refresh_warmup": 3,
+        "unitwise_damping_scale": table(1.0, 2.0),
+        "inverse_update_period": 4,
+        "interval_warmup_steps": 3,
     },
     "constants": {
         "learning_rate": constant(0.03125),
         "damping": constant(0.25),
-        "factor_decay": constant(0.875),
+        "factor_ema_decay": constant(0.875),
         "momentum": constant(0.875),
         "weight_decay": constant(0.015625),
         "kl_clip": constant(2.0**-12),
         "trust_ratio": constant(0.25),
-        "unitwise_damping": constant(4.0),
-        "inverse_every": 4,
-        "refresh_warmup": 3,
+        "unitwise_damping_scale": constant(4.0),
+        "inverse_update_period": 4,
+        "interval_warmup_steps": 3,
     },
     "current batch alone": {
         "learning_rate": FALLING,
         "damping": table(0.5, 0.25, 0.125),
-        "factor_decay": constant(0.0),
-        "refresh_warmup": 0,
+        "factor_ema_decay": constant(0.0),
+        "interval_warmup_steps": 0,
     },
     # Statistics come at step 1, the first refresh at step 4: until then gradients pass through.
     "late refresh": {
         "learning_rate": constant(0.03125),
         "damping": constant(0.125),
-        "factor_decay": constant(0.9375),
+        "factor_ema_decay": constant(0.9375),
         "momentum": constant(0.5),
-        "unitwise_damping": table(*[1.0] * 10, 2.0),
-        "inverse_every": 4,
-        "refresh_warmup": 0,
+        "unitwise_damping_scale": table(*[1.0] * 10, 2.0),
+        "inverse_update_period": 4,
+        "interval_warmup_steps": 0,
     },
 }
 KRONECKER = {"conv": ("kronecker_3x8", 0), "first": ("kronecker_3x4", 0), "second": ("kronecker_3x4", 1)}
@@ -128,7 +128,7 @@ def compare(state, reference, params, expected, tolerance, where):
         assert bool(block.condition[k] > 0) == (name in reference.inverses)
         for what, found, truth in (
             ("factors", block.factors, reference.factors.get(name)),
-            ("inverse", block.inverse, reference.inverses.get(name)),
+            ("preconditioner", block.preconditioner, reference.inverses.get(name)),
         ):
             if truth is None:
                 continue
@@ -183,7 +183,7 @@ def run(configuration, dtype, tolerance):
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     if reference.kl_clip is not None:
         assert min(scales) < 0.9 and max(scales) == 1
-    if options.get("inverse_every"):
+    if options.get("inverse_update_period"):
         assert max(ages) >= 4
     for leaf in jax.tree.leaves((params, state)):
         assert not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype in (dtype, jnp.float32)

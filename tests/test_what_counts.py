@@ -80,7 +80,7 @@ LOSSES = [metric_in_aux, metric_of_another_batch, norm_in_aux, second_pass, froz
 @pytest.mark.parametrize(
     ("loss", "under"), [*((loss, "alone") for loss in LOSSES), (metric_in_aux, "jit"), (second_pass, "remat")]
 )
-@pytest.mark.parametrize("options", [{}, {"reduce": ["out"]}], ids=["expand", "reduce"])
+@pytest.mark.parametrize("options", [{}, {"kfac_reduce": ["out"]}], ids=["expand", "reduce"])
 def test_dead_reads_change_nothing(loss, under, options):
     wrap = {"alone": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[under]
     loss = wrap(loss)
@@ -141,7 +141,7 @@ def test_sampled_targets_do_not_count_what_the_outputs_do_not_see():
 
     def marked(p, b, beside):
         h = jnp.tanh(b["x"] @ p["in"]["w"] + p["in"]["b"])
-        z = kfac.output(h @ p["out"]["w"], "categorical")
+        z = kfac.mark_output(h @ p["out"]["w"], "categorical")
         loss = entropy(z, b["y"])
         return loss + 0.1 * jnp.mean((h**2 @ p["out"]["w"]) ** 2) if beside else loss
 
@@ -157,8 +157,8 @@ def test_sampled_targets_do_not_count_what_the_outputs_do_not_see():
 
 def test_marks_that_reach_nothing_do_not_count():
     def loss(p, b):
-        z = kfac.output(network(p, b["x"]), "categorical")
-        dead = kfac.output(network(p, batch(2 * N)["x"]), "categorical")
+        z = kfac.mark_output(network(p, b["x"]), "categorical")
+        dead = kfac.mark_output(network(p, batch(2 * N)["x"]), "categorical")
         return entropy(z, b["y"]), dead.mean()
 
     params, data = parameters(), batch()
@@ -207,7 +207,7 @@ def test_the_number_of_examples_where_the_only_kernel_is_skipped(x64):
 def test_the_key_of_a_loss_stays_its_own():
     def loss(p, x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
-        return jnp.mean(jnp.sum(kfac.output(jnp.where(keep, 2 * x, 0) @ p["w"], "gaussian") ** 2, -1)) / 2
+        return jnp.mean(jnp.sum(kfac.mark_output(jnp.where(keep, 2 * x, 0) @ p["w"], "gaussian") ** 2, -1)) / 2
 
     params, x, key = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32), jax.random.key(3)
     layers = kfac.find_layers(loss, params, x, key)

@@ -6,8 +6,8 @@
 Flax linen (convolutions, batch norm, dropout), nnx (a vision transformer), equinox (a recurrent network), haiku (an
 autoencoder), a GPT in plain JAX, a regression with a learned variance, and a perceptron on four simulated devices by
 `jit` over a mesh, `shard_map` and `pmap`. K-FAC has the rate 0.1, AdamW the best of four. Both have the same
-batches, number of steps and `rise_and_fall`. The data come with scikit-learn and Python. The score is the held-out
-loss in nats; seconds are those of the first run on the clock, compiling included.
+batches, number of steps and `warmup_linear_decay`. The data come with scikit-learn and Python. The score is the
+held-out loss in nats; seconds are those of the first run on the clock, compiling included.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def run(name: str, optimizer: str, rate: float, seeds: list[int]) -> Iterator[di
     make, loop = ADOPTIONS[name]
     script = make()
     evaluate = jax.jit(script.evaluate)
-    train = loop(script, optimizer, kfac.schedules.rise_and_fall(rate, script.steps))
+    train = loop(script, optimizer, kfac.schedules.warmup_linear_decay(rate, script.steps))
     for seed in seeds:
         began = time.perf_counter()
         params, held = train(seed)

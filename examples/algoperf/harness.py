@@ -261,7 +261,9 @@ def seen(name: str, folder: Path) -> dict[str, Any]:
     row |= {"layers": len(layers), "seconds to find": round(time.process_time() - began, 1)}
     for layer in layers:
         row[layer.kind] = row.get(layer.kind, 0) + layer.num_params
-    row["why not exact"] = sorted({x.note.split(": ")[-1] for x in layers if x.kind in ("gradient", "diagonal")})
+    row["why not exact"] = sorted(
+        {x.note.split(": ")[-1] for x in layers if x.kind in ("gradient-factors", "diagonal")}
+    )
     return row
 
 

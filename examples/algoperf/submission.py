@@ -71,7 +71,7 @@ def init_optimizer_state(workload: Any, model_params: Any, model_state: Any, hyp
     settings = _settings(hyperparameters)
     step = kfac.train_step(
         functools.partial(mean_loss, workload, settings),
-        kfac.schedules.rise_and_fall(settings.learning_rate, max(2, round(settings.steps * workload.step_hint))),
+        kfac.schedules.warmup_linear_decay(settings.learning_rate, max(2, round(settings.steps * workload.step_hint))),
         has_aux=True,
         weight_decay=settings.weight_decay or None,
         batch_argnums=2,

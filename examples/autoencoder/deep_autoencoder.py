@@ -64,7 +64,7 @@ def logits(params: Params, images: jax.Array) -> jax.Array:
 
 def loss(params: Params, images: jax.Array) -> jax.Array:
     """Mean over images of `-log p`: a Bernoulli variable for each pixel, whose grey value is its target."""
-    out = kfac.output(logits(params, images), "bernoulli")
+    out = kfac.mark_output(logits(params, images), "bernoulli")
     return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(out, images), axis=-1))
 
 

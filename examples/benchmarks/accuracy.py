@@ -60,7 +60,7 @@ def measured(shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, dtype
     params = {"kernel": jnp.asarray(rng.normal(size=kernel), jnp.float32).astype(wide)}
     weights = rng.normal(size=jax.eval_shape(layer, x, params["kernel"]).shape)
     batch = x, jnp.asarray(weights, jnp.float32).astype(wide)
-    layers = kfac.find_layers(loss, params, batch, max_dim=8192)
+    layers = kfac.find_layers(loss, params, batch, max_factor_dim=8192)
     (block,) = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)[2].values()
     return jax.device_get((block.A, block.G))
 
@@ -93,8 +93,8 @@ def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
             y = jax.nn.relu(y @ kernel)
         return -jnp.mean(jax.nn.log_softmax(y @ params[-1])[jnp.arange(len(y)), batch[1]])
 
-    layers = kfac.find_layers(loss, params, batch, max_dim=8192)
-    tx = kfac.scale_by_kfac(layers, damping=damping, inverse=kfac.Cholesky(precision=precision, relative=True))
+    layers = kfac.find_layers(loss, params, batch, max_factor_dim=8192)
+    tx = kfac.scale_by_kfac(layers, damping=damping, preconditioner=kfac.Cholesky(precision=precision, relative=True))
     # The same numbers for all: what differs is how they are inverted and applied.
     with jax.default_matmul_precision("float32"):
         _, grads, statistics = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)

@@ -25,7 +25,7 @@ def loss_fn(params, batch):
     x, labels = batch
     for layer in params[:-1]:
         x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-    logits = kfac.output(x @ params[-1]["kernel"] + params[-1]["bias"], "categorical")
+    logits = kfac.mark_output(x @ params[-1]["kernel"] + params[-1]["bias"], "categorical")
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
@@ -63,7 +63,7 @@ def main():
     print(f"{'damping':>8} {'loss, fixed':>12} {'loss, adaptive':>15} {'its last damping':>17}")
     for damping in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):
         fixed, _ = train(optimizer(damping), layers, params, data)
-        adaptive, last = train(kfac.presets.adaptive_damping(optimizer, damping), layers, params, data)
+        adaptive, last = train(kfac.adaptive_damping(optimizer, damping), layers, params, data)
         print(f"{damping:8.0e} {fixed:12.2g} {adaptive:15.2g} {last:17.2g}", flush=True)
 
 

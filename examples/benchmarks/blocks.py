@@ -2,7 +2,7 @@
 
 python examples/benchmarks/blocks.py --seeds 2
 
-Factors are whole, or diagonal blocks of 512, 256 and 128 rows (`find_layers(max_dim=)`). All runs have the same
+Factors are whole, or diagonal blocks of 512, 256 and 128 rows (`find_layers(max_factor_dim=)`). All runs have the same
 initial weights, batches and rate, which falls to zero at the end. For each bound and seed there is the loss on the
 training images after the last step, the step at which the running mean of the loss of batches first is what whole
 factors end at, and the memory of averages and inverses. Handwritten digits of scikit-learn; two minutes a run on two
@@ -40,16 +40,16 @@ def loss_fn(params, x):
     return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(h, x), axis=-1))
 
 
-def train(images, max_dim, rate, steps, batch, seed):
+def train(images, max_factor_dim, rate, steps, batch, seed):
     """The loss of each batch, that on all images at the end, and the bytes of the state."""
     rates = optax.linear_schedule(rate, 0.0, steps)
-    step = kfac.train_step(loss_fn, rates, max_dim=max_dim)
+    step = kfac.train_step(loss_fn, rates, max_factor_dim=max_factor_dim)
     params, rng, losses = initial(seed), np.random.default_rng(seed), []
     state = step.init(params, images[:batch])
     for _ in range(steps):
         params, state, loss = step(params, state, images[rng.choice(len(images), batch, replace=False)])
         losses.append(float(loss))
-    layers = kfac.find_layers(loss_fn, params, images[:batch], max_dim=max_dim)
+    layers = kfac.find_layers(loss_fn, params, images[:batch], max_factor_dim=max_factor_dim)
     return losses, float(jax.jit(loss_fn)(params, images)), kfac.planning.Assignment(layers).memory_per_device
 
 
@@ -69,8 +69,8 @@ def main():
             means = np.convolve(losses, np.ones(5) / 5, "valid")
             target = means[-1] if target is None else target
             first = next((k + 5 for k, mean in enumerate(means) if mean <= target), None)
-            print(f"seed {seed} max_dim={bound}: {end:.3f}, there after {first} steps, state {memory / 1e6:.0f} MB",
-                  flush=True)  # fmt: skip
+            print(f"seed {seed} max_factor_dim={bound}: {end:.3f}, there after {first} steps, state "
+                  f"{memory / 1e6:.0f} MB", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

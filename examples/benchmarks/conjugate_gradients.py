@@ -78,9 +78,9 @@ def main():
         def loss_fn(params, batch, network=network):
             z = network(params, batch[0])
             if network is autoencoder:
-                z = kfac.output(z, "bernoulli")
+                z = kfac.mark_output(z, "bernoulli")
                 return optax.sigmoid_binary_cross_entropy(z, batch[0].reshape(z.shape)).sum(-1).mean()
-            return optax.softmax_cross_entropy_with_integer_labels(kfac.output(z, "categorical"), batch[1]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(kfac.mark_output(z, "categorical"), batch[1]).mean()
 
         adam = optax.adam(3e-3)
 
@@ -93,13 +93,15 @@ def main():
             return jax.lax.scan(step, (params, adam.init(params)), length=max(TRAINED))[0][0]
 
         layers = kfac.find_layers(loss_fn, params, data)
-        solve = jax.jit(functools.partial(kfac.curvature.Matrix.solve, tolerance=TOLERANCE))
+        solve = jax.jit(functools.partial(kfac.curvature.MatrixFreeOperator.solve, tolerance=TOLERANCE))
         for steps in TRAINED:
             params = train(params) if steps else params
             loss, gradient = jax.value_and_grad(loss_fn)(params, data)
-            factors = kfac.curvature.estimate(loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0))
+            factors = kfac.curvature.estimate_factors(
+                loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0)
+            )
             basis = kfac.curvature.eigenbasis(factors, layers)
-            moments = kfac.curvature.estimate(
+            moments = kfac.curvature.estimate_factors(
                 loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0), basis=basis
             )
             near = kfac.curvature.operator(layers, factors), kfac.curvature.operator(layers, moments, basis=basis)

@@ -183,7 +183,7 @@ def train(case: Case, gradient: tuple[str, ...], rate: float, seed: int) -> np.n
     """The loss of each step."""
 
     def make(params: Any, batch: Any) -> Any:
-        layers = kfac.find_layers(case.loss, params, batch, gradient=gradient)
+        layers = kfac.find_layers(case.loss, params, batch, gradient_factors=gradient)
         return layers, kfac.kfac(schedule(rate, STEPS), layers)
 
     return trained(case.init, case.loss, make, seed)

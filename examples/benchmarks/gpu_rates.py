@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         gpu_training.finish_encoding(record, gpu_training.start_encoding(options.vocabulary, text))
     batches = gpu_training.Text(text, model.context, sequences)
     layers = kfac.find_layers(model.loss, params, batches.batch(0))
-    tx = kfac.kfac(kfac.schedules.rise_and_fall(UNIT, options.steps), layers)
+    tx = kfac.kfac(kfac.schedules.warmup_linear_decay(UNIT, options.steps), layers)
     measure = kfac.statistics(model.loss, layers, fraction=1 / 4)
 
     def step(params: Any, state: Any, batch: Any, scale: Any) -> Any:

@@ -30,11 +30,11 @@ from gpu_record import Record
 # Each preconditioner, and the largest relative error of a parameter's change that counts as agreement. SOAP's default
 # rotates in TensorFloat-32. With these roundings simulated, three steps on a CPU differ by 0.052 (docs/evidence.md).
 INVERSES = {
-    "Soap": (kfac.Soap(), 0.1),
-    "Soap in float32": (kfac.Soap(precision="float32"), 0.02),
+    "SOAP": (kfac.SOAP(), 0.1),
+    "SOAP in float32": (kfac.SOAP(precision="float32"), 0.02),
     "Cholesky": (kfac.Cholesky(), 0.02),
     "Eigh": (kfac.Eigh(), 0.02),
-    "Ekfac": (kfac.Ekfac(), 0.02),
+    "EKFAC": (kfac.EKFAC(), 0.02),
 }
 LOOP = "kfac.train_step"
 # The interval of statistics grows by doublings, and is 16 steps at most from this step on.
@@ -44,7 +44,7 @@ GROWN = 96
 # -- do the preconditioners agree with a CPU's? ------------------------------------------------------------------------
 
 
-def three_steps(inverse: Any) -> list[np.ndarray]:
+def three_steps(preconditioner: Any) -> list[np.ndarray]:
     """Return the losses of three steps and the change of each parameter of a small network.
 
     The network has two convolutions, a norm and two dense layers.
@@ -76,7 +76,7 @@ def three_steps(inverse: Any) -> list[np.ndarray]:
 
     # Products in full float32, so that every difference is the package's.
     with jax.default_matmul_precision("highest"):
-        step = kfac.train_step(loss_fn, 0.1, inverse=inverse, verbose=False)
+        step = kfac.train_step(loss_fn, 0.1, preconditioner=preconditioner, verbose=False)
         now, state = params, step.init(params, batch)
         losses = []
         for _ in range(3):
@@ -96,8 +96,8 @@ def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
 
 def write_reference(path: pathlib.Path) -> None:
     found: dict[str, Any] = {}
-    for name, (inverse, _) in INVERSES.items():
-        for k, array in enumerate(three_steps(inverse)):
+    for name, (preconditioner, _) in INVERSES.items():
+        for k, array in enumerate(three_steps(preconditioner)):
             found[f"{name}-{k}"] = array
     np.savez(path, **found)
 
@@ -118,8 +118,8 @@ def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None
     title = "Three steps against a CPU"
 
     def row(name: str) -> dict[str, Any]:
-        inverse, limit = INVERSES[name]
-        found = three_steps(inverse)
+        preconditioner, limit = INVERSES[name]
+        found = three_steps(preconditioner)
         if reference.wait(timeout=max(1.0, record.left)):
             raise RuntimeError("the steps on the CPU failed")
         with np.load(record.folder / "reference.npz") as truth:
@@ -190,7 +190,7 @@ class Start(NamedTuple):
 
 
 def compile_row(row: str, task: steps.Task, start: Start, options: argparse.Namespace) -> Program:
-    settings = argparse.Namespace(devices=1, inverse="default", refresh="apart", inverse_every=100)
+    settings = argparse.Namespace(devices=1, preconditioner="default", refresh="apart", inverse_update_period=100)
     step, tx = steps.make_step(row, task, settings)
     params, batch = start.copy(), start.batch
     state = jax.jit(tx.init)(params)

@@ -66,7 +66,7 @@ class Trained(NamedTuple):
 
 def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int) -> Trained:
     """Return a method with a rate that rises for a tenth of `horizon` steps and falls to zero from there."""
-    rate = kfac.schedules.rise_and_fall(chosen.rate, horizon)
+    rate = kfac.schedules.warmup_linear_decay(chosen.rate, horizon)
     if chosen.method == "kfac":
         step = kfac.train_step(loss_fn, rate, verbose=False, donate=True)
         return Trained(step.init, step)

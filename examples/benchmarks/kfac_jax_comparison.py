@@ -98,7 +98,7 @@ def loss_fn(network: Callable, mark: Callable, params: Any, batch: Any) -> jax.A
 
 
 def ours(network, params, steps, rate, damping) -> tuple[Any, list[float], dict[str, int]]:
-    loss = functools.partial(loss_fn, network, lambda logits, labels: kfac.output(logits, "categorical"))
+    loss = functools.partial(loss_fn, network, lambda logits, labels: kfac.mark_output(logits, "categorical"))
     layers = kfac.find_layers(loss, params, next(batches(1)))
     tx = kfac.kfac(optax.linear_schedule(rate, 0, steps), layers, step_norm=None, damping=damping)
     measure = kfac.value_and_grad(loss, layers, fisher="sampled")

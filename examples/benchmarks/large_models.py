@@ -88,7 +88,9 @@ def seeing(state, params):
     specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
 
     def own(node):
-        return node._replace(splits=type(node.splits)(specs)) if isinstance(node, kfac.state.KfacState) else node
+        return (
+            node._replace(param_specs=type(node.param_specs)(specs)) if isinstance(node, kfac.state.KfacState) else node
+        )
 
     return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
 
@@ -135,7 +137,7 @@ def compiled(loss, layers, params, batch, devices, which):
 
 def main():
     loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
-    layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_dim=OPTIONS.max_dim)
+    layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_factor_dim=OPTIONS.max_factor_dim)
     for gradients in ("averaged", "split"):
         print(f"{OPTIONS.model}, parameters {'split' if gradients == 'split' else 'whole'}:")
         print(

@@ -99,7 +99,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
     layers = kfac.find_layers(loss_fn, variables["params"], batch)
     # A tiny rate: a random network on noise is not to diverge while it is timed.
     rate = 1e-6
-    every = options.inverse_every
+    every = options.inverse_update_period
 
     def sgd(params: Any, state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -126,8 +126,8 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
 
     first_order = optax.sgd(rate, momentum=0.9)
     make = functools.partial(
-        kfac.presets.large_batch, rate, layers, damping=1e-3, factor_decay=0.95, unitwise_damping=1.0, momentum=0.9,
-        rate_in_momentum=False, refresh_warmup=0, inverse_every=every,
+        kfac.presets.osawa2019, rate, layers, damping=1e-3, factor_ema_decay=0.95, unitwise_damping_scale=1.0,
+        momentum=0.9, lr_in_momentum=False, interval_warmup_steps=0, inverse_update_period=every,
     )  # fmt: skip
     at_once = make()
     copy = functools.partial(jax.tree.map, jnp.copy)
@@ -364,7 +364,7 @@ def parse() -> argparse.Namespace:
     options.image_size = options.image_size or (64 if options.quick and not gpu else 224)
     options.dimensions = options.dimensions or ([256, 1152] if options.quick else [64, 256, 576, 1152, 2304, 4608])
     options.sections = options.sections or [name for name in SECTIONS if name != "statistics" or not options.quick]
-    if min(options.image_size // 32, options.batch, options.repeats, options.inverse_every) < 1:
+    if min(options.image_size // 32, options.batch, options.repeats, options.inverse_update_period) < 1:
         parser.error("--image-size must be at least 32, --batch, --repeats and --inverse-every at least 1")
     return options
 

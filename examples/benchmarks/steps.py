@@ -27,7 +27,7 @@ FIRST_ORDER = ("sgd", "adamw", "muon")
 # K-FAC has a plain step, a step with statistics of the whole batch, and two programs without a step: statistics of a
 # quarter of the examples, and a refresh of all inverses.
 ROWS = (*FIRST_ORDER, "without", "statistics", "observe", "refresh")
-INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.Soap()}
+INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.SOAP()}
 
 
 class Task(NamedTuple):
@@ -36,7 +36,7 @@ class Task(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: Any
     batch: Any
-    max_dim: int | None = None
+    max_factor_dim: int | None = None
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
@@ -119,10 +119,16 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
             return optax.apply_updates(params, updates), state, mean(loss)
 
         return plain, optimizer
-    layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_dim=task.max_dim)
+    layers = kfac.find_layers(task.loss_fn, task.params, task.batch, max_factor_dim=task.max_factor_dim)
     distribution = kfac.Distribution(axis_name=axis)
-    every = options.inverse_every if options.refresh == "inside" and row != "refresh" else None
-    tx = kfac.kfac(0.1, layers, distribution=distribution, inverse=INVERSES[options.inverse], inverse_every=every)
+    every = options.inverse_update_period if options.refresh == "inside" and row != "refresh" else None
+    tx = kfac.kfac(
+        0.1,
+        layers,
+        distribution=distribution,
+        preconditioner=INVERSES[options.preconditioner],
+        inverse_update_period=every,
+    )
 
     def refresh(params: Any, state: Any, batch: Any) -> Any:
         del batch

@@ -34,7 +34,7 @@ def network(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
 
 
 def loss(params: Any, batch: Batch) -> jax.Array:
-    logits = kfac.output(network(params, batch[0]), "categorical")
+    logits = kfac.mark_output(network(params, batch[0]), "categorical")
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
 
@@ -58,7 +58,7 @@ def penalty(params: Any, anchor: Any, curvature: Any) -> jax.Array:
     """Half the change from `anchor` in the metric of a matrix, which is a tree if it is diagonal."""
     change = jax.tree.map(jnp.subtract, params, anchor)
     product = (
-        curvature @ change if isinstance(curvature, kfac.curvature.Operator) else optax.tree.mul(curvature, change)
+        curvature @ change if isinstance(curvature, kfac.curvature.BlockOperator) else optax.tree.mul(curvature, change)
     )
     return 0.5 * optax.tree.vdot(change, product)
 
@@ -83,7 +83,7 @@ def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
     """Of the loss of the first task, at its end: the Kronecker form, its diagonal, and the identity."""
     layers = kfac.find_layers(loss, params, batch)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 100], batch) for k in range(0, len(batch[1]), 100)]
-    factors = kfac.curvature.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
+    factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher = kfac.curvature.operator(layers, factors)
     mean = fisher.trace() / fisher.size
     plain = jax.tree.map(lambda x: jnp.full_like(x, mean), params)

@@ -88,7 +88,7 @@ RUN: Table = [
     ("global_batch", number(int, 1, math.inf, "auto"), None, "Images in a step; auto: a tenth of those for training."),
     # The optimizer.
     ("optimizer", one_of("kfac", "muon", "sgd", "lars", "adamw"), None, "kfac: `kfac.kfac` as it is, or with "
-     "--step-norm none and in a --config `kfac.presets.large_batch`. The others are optax's."),
+     "--step-norm none and in a --config `kfac.presets.osawa2019`. The others are optax's."),
     ("learning_rate", positive, None, "Peak learning rate."),
     ("warmup_epochs", not_negative, None, "Epochs over which the rate rises: a tenth of the training."),
     ("schedule", one_of("cosine", "linear", "polynomial", "constant"), None, "How the rate falls after the warm-up: to "
@@ -101,21 +101,21 @@ RUN: Table = [
     ("weight_decay", not_negative, None, "Weight decay of kernels; biases and normalisation parameters have none."),
     ("rescale", yes_no, None, "After each step scale kernels down to norm sqrt(2 d_out) where they are larger."),
     ("damping", positive, None, "[kfac] Added to the curvature before it is inverted: as `kfac.kfac` has it."),
-    ("unitwise_damping", positive, None, "[kfac] Factor on the damping for the parameters of normalisation layers."),
-    ("factor_decay", decay, None, "[kfac] Decay of the average of the statistics; 0 uses the current batch alone."),
+    ("unitwise_damping_scale", positive, None, "[kfac] Factor on the damping of normalisation layers."),
+    ("factor_ema_decay", decay, None, "[kfac] Decay of the average of the statistics; 0 uses the current batch alone."),
     ("kl_clip", not_negative, None, "[kfac] Bound on the squared length of a step in the curvature's metric; 0: none."),
     ("step_norm", one_of("spectral", "none"), None, "[kfac] spectral, the default of `kfac.kfac`, fixes the length of "
-     "each parameter's step; none: the curvature sets it, by `kfac.presets.large_batch`."),
+     "each parameter's step; none: the curvature sets it, by `kfac.presets.osawa2019`."),
     ("trust_ratio", trust_ratio, None, "[kfac] With --step-norm none, scale each kernel's step to this share of the "
      "kernel's norm; 0: leave it as it is."),
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Momentum that falls with the rate: "
      "times rate over last rate, as in the code of Osawa et al.; or rate over peak rate, as in their paper."),
-    ("rate_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum, v <- m v - lr p, not after it."),
+    ("lr_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum, v <- m v - lr p, not after it."),
     ("factor_every", number(int, 1, math.inf, "auto"), None,
      "[kfac] Steps between statistics; auto: by `kfac.statistics_due`."),
     ("subsample", count, 1, "[kfac] Take statistics of every so many-th image only."),
-    ("inverse", one_of("soap", "cholesky", "eigh"), None, "[kfac] How factors are inverted."),
-    ("inverse_every", count, None, "[kfac] Steps between inverses, reached by doublings: as `kfac.kfac` has it."),
+    ("preconditioner", one_of("soap", "cholesky", "eigh"), None, "[kfac] How factors are inverted."),
+    ("inverse_update_period", count, None, "[kfac] Steps between inverses, reached by doublings: see `kfac.kfac`."),
     ("ema", decay, 0.0, "Decay of a running average of the weights, which is then what is validated; 0 for none."),
     ("eval_every", count, None, "Steps between validations: one epoch."),
     ("seed", whole, 0, "Of the initial weights, the order of the images and their augmentation."),
@@ -150,7 +150,7 @@ FOR_NOW: Table = [
 OPTIONS = [*RUN, *MAY_CHANGE, *FOR_NOW]
 ALIASES = {"global_batch": "--batch-size", "learning_rate": "--lr"}
 KFAC_ONLY = [name for name, *_, text in OPTIONS if text.startswith("[kfac]")]
-PUBLISHED_ONLY = ("unitwise_damping", "factor_decay", "kl_clip", "trust_ratio", "rate_in_momentum")
+PUBLISHED_ONLY = ("unitwise_damping_scale", "factor_ema_decay", "kl_clip", "trust_ratio", "lr_in_momentum")
 
 Config: Any = dataclasses.make_dataclass(
     "Config", [(name, Any, dataclasses.field(default=default)) for name, _, default, _ in OPTIONS], frozen=True
@@ -245,7 +245,7 @@ def resolve(config: Any) -> Any:
     refuse(
         (c.decay_end is not None and c.decay_end <= (c.decay_begin or 0),
          f"--decay-end {c.decay_end} must be greater than --decay-begin {c.decay_begin}"),
-        (c.rate_in_momentum and c.trust_ratio,
+        (c.lr_in_momentum and c.trust_ratio,
          "--rate-in-momentum has no effect with --trust-ratio; give --no-rate-in-momentum or --trust-ratio 0"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
         (not (re.fullmatch(r".+:\d+", where) and n.isdecimal() and i.isdecimal() and int(i) < int(n)),

@@ -25,9 +25,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     name: dict(
         optimizer="kfac", global_batch=batch, learning_rate=rate, momentum=momentum, damping=damping, decay_power=power,
         decay_begin=begin, decay_end=end, mixup_alpha=alpha, epochs=epochs, local_batch=32, schedule="polynomial",
-        warmup_epochs=0.0, nesterov=False, momentum_coupling="ratio", rate_in_momentum=True,
+        warmup_epochs=0.0, nesterov=False, momentum_coupling="ratio", lr_in_momentum=True,
         # Their code multiplied by 16; their configurations say 64.
-        unitwise_damping=16.0, factor_decay=0.0, kl_clip=0.0, weight_decay=0.0, rescale=True,
+        unitwise_damping_scale=16.0, factor_ema_decay=0.0, kl_clip=0.0, weight_decay=0.0, rescale=True,
         step_norm="none", trust_ratio=0.0,
         # Plain ResNet-50 (--arch resnet50) is the network of the paper, this one that of the code.
         arch="resnet50d", init="he", norm_epsilon=2e-5, sync_batch_norm=False, crop="squashed", erasing="in-place",
@@ -51,8 +51,8 @@ DATA: dict[str, dict[str, Any]] = {
     "synthetic": dict(global_batch=64, epochs=1.0, **_LARGE_IMAGES),
 }  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "kfac": dict(learning_rate=0.1, momentum=0.9, weight_decay=0.0, nesterov=True, step_norm="spectral", inverse="soap",
-                 momentum_coupling="none", factor_every="auto"),
+    "kfac": dict(learning_rate=0.1, momentum=0.9, weight_decay=0.0, nesterov=True, step_norm="spectral",
+                 preconditioner="soap", momentum_coupling="none", factor_every="auto"),
     "muon": dict(learning_rate=0.1, momentum=0.95, weight_decay=0.0, nesterov=True),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
@@ -60,8 +60,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # K-FAC with --step-norm none and without a --config: the curvature sets the length of a step, or a trust ratio does.
 PUBLISHED: dict[str, Any] = dict(
-    learning_rate=0.02, nesterov=False, damping=1e-2, factor_decay=0.9, kl_clip=0.0, rate_in_momentum=False,
-    unitwise_damping=1.0, trust_ratio=0.0, inverse="cholesky", factor_every=1, inverse_every=1,
+    learning_rate=0.02, nesterov=False, damping=1e-2, factor_ema_decay=0.9, kl_clip=0.0, lr_in_momentum=False,
+    unitwise_damping_scale=1.0, trust_ratio=0.0, preconditioner="cholesky", factor_every=1, inverse_update_period=1,
 )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def main(args=None):
     model = ResNet(len(classes), options.width)
     variables = jax.jit(partial(model.init, train=False), out_shardings=same)(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
-    rate = kfac.schedules.rise_and_fall(options.rate, options.steps)
+    rate = kfac.schedules.warmup_linear_decay(options.rate, options.steps)
     step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
     opt_state = step.init(params, stats, *example)
 

@@ -49,7 +49,7 @@ from recipe import AXIS, Mixed, Run
 from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
-INVERSES: Any = {"soap": kfac.Soap, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh}
+INVERSES: Any = {"soap": kfac.SOAP, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh}
 # Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
 FACTOR_WARMUP = 10
 
@@ -76,14 +76,17 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
         if c.step_norm == "spectral":
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
-                weight_decay_mask=is_kernel if decay else None, inverse=INVERSES[c.inverse](),
-                inverse_every=c.inverse_every or "auto", statistics_fraction=1 / c.subsample, distribution=where,
+                weight_decay_mask=is_kernel if decay else None, preconditioner=INVERSES[c.preconditioner](),
+                inverse_update_period=c.inverse_update_period or "auto", statistics_fraction=1 / c.subsample,
+                distribution=where,
             )  # fmt: skip
-        return kfac.presets.large_batch(
+        return kfac.presets.osawa2019(
             rate, layers, damping=c.damping, momentum=momentum, nesterov=c.nesterov, weight_decay=decay,
-            weight_decay_mask=is_kernel, rate_in_momentum=c.rate_in_momentum, unitwise_damping=c.unitwise_damping,
-            kl_clip=c.kl_clip or None, trust_ratio=c.trust_ratio or None, factor_decay=c.factor_decay,
-            inverse_every=c.inverse_every, inverse=INVERSES[c.inverse](), distribution=where,
+            weight_decay_mask=is_kernel, lr_in_momentum=c.lr_in_momentum,
+            unitwise_damping_scale=c.unitwise_damping_scale,
+            kl_clip=c.kl_clip or None, trust_ratio=c.trust_ratio or None, factor_ema_decay=c.factor_ema_decay,
+            inverse_update_period=c.inverse_update_period, preconditioner=INVERSES[c.preconditioner](),
+            distribution=where,
         )  # fmt: skip
     first_order = {
         "muon": lambda: optax.contrib.muon(rate, beta=c.momentum, nesterov=c.nesterov, weight_decay=decay,
@@ -256,14 +259,17 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
-    max_dim = None if config.step_norm == "spectral" else 8192  # the published recipe has whole factors
+    max_factor_dim = None if config.step_norm == "spectral" else 8192  # the published recipe has whole factors
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
-                              example, has_aux=True, max_dim=max_dim)  # fmt: skip
+                              example, has_aux=True, max_factor_dim=max_factor_dim)  # fmt: skip
     if config.plan:
-        every = {"statistics_every": config.factor_every, "inverse_every": config.inverse_every}
+        every = {"statistics_period": config.factor_every, "inverse_update_period": config.inverse_update_period}
         every = {name: value for name, value in every.items() if isinstance(value, int)}
         for n in config.plan:
-            say(f"{kfac.planning.plan(layers, devices=n, batch=batch, inverse=INVERSES[config.inverse](), **every)}\n")
+            planned = kfac.planning.plan(
+                layers, devices=n, batch=batch, preconditioner=INVERSES[config.preconditioner](), **every
+            )
+            say(f"{planned}\n")
         return 0
     rate = recipe.learning_rate(config, per_epoch, total)
     try:

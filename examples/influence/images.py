@@ -36,7 +36,7 @@ def network(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
 
 
 def losses(params: Any, batch: Batch) -> jax.Array:
-    logits = kfac.output(network(params, batch[0]), "categorical")
+    logits = kfac.mark_output(network(params, batch[0]), "categorical")
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
 
 

@@ -13,12 +13,12 @@ import kfac
 
 def curvature(
     loss: Callable, params: Any, batches: Sequence[Any], decay: float, **options: Any
-) -> dict[str, kfac.curvature.Operator]:
+) -> dict[str, kfac.curvature.BlockOperator]:
     """The curvature of `loss(params, batch) + decay / 2 |params|^2`, as EK-FAC and as K-FAC have it."""
     layers = kfac.find_layers(loss, params, batches[0])
-    factors = kfac.curvature.estimate(loss, layers, params, batches, **options)
+    factors = kfac.curvature.estimate_factors(loss, layers, params, batches, **options)
     basis = kfac.curvature.eigenbasis(factors, layers)
-    corrected = kfac.curvature.estimate(loss, layers, params, batches, basis=basis, **options)
+    corrected = kfac.curvature.estimate_factors(loss, layers, params, batches, basis=basis, **options)
     return {
         "EK-FAC": kfac.curvature.operator(layers, corrected, basis=basis, damping=decay),
         "K-FAC": kfac.curvature.operator(layers, factors, damping=decay),
@@ -35,7 +35,7 @@ def gradients(fn: Callable, params: Any, rows: Any) -> jax.Array:
 
 
 def influence(
-    operator: kfac.curvature.Operator | None, params: Any, measured: jax.Array, examples: jax.Array
+    operator: kfac.curvature.BlockOperator | None, params: Any, measured: jax.Array, examples: jax.Array
 ) -> np.ndarray:
     """How much each measure grows when an example is left out: `[measures, examples]`, from gradients of both.
 
@@ -43,6 +43,6 @@ def influence(
     Weisberg 1982; Koh & Liang 2017). Without an operator, the product of the gradients alone.
     """
     if operator is not None:
-        unravel, inverse = ravel_pytree(params)[1], operator.inv()
-        measured = jax.vmap(lambda row: ravel_pytree(inverse @ unravel(row))[0])(measured)
+        unravel, preconditioner = ravel_pytree(params)[1], operator.inv()
+        measured = jax.vmap(lambda row: ravel_pytree(preconditioner @ unravel(row))[0])(measured)
     return np.asarray(measured @ examples.T) / len(examples)

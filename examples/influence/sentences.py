@@ -41,7 +41,7 @@ def read(row: Any) -> str:
 
 def surprise(model: Transformer, params: Params, tokens: jax.Array) -> jax.Array:
     """`-log p` of every character but the first: `[sentences, length - 1]`."""
-    logits = kfac.output(model.logits(params, tokens[:, :-1]), "categorical")
+    logits = kfac.mark_output(model.logits(params, tokens[:, :-1]), "categorical")
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
 
 

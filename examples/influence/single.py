@@ -29,7 +29,7 @@ def regression() -> tuple[Any, Any, Any, Callable, Callable]:
     y = np.asarray(network(init(jax.random.key(1), (4, 10, 1)), jnp.asarray(x))) + 0.1 * rng.normal(size=(len(x), 1))
 
     def losses(params, batch):
-        return 0.5 * jnp.sum((kfac.output(network(params, batch[0]), "gaussian") - batch[1]) ** 2, axis=-1)
+        return 0.5 * jnp.sum((kfac.mark_output(network(params, batch[0]), "gaussian") - batch[1]) ** 2, axis=-1)
 
     return init(jax.random.key(0), (4, 10, 1)), x, y, losses, lambda p, batch: network(p, batch[0])[:, 0]
 
@@ -41,7 +41,7 @@ def digits() -> tuple[Any, Any, Any, Callable, Callable]:
     x = (x[order] - x.mean(0)) @ np.linalg.svd(x - x.mean(0), full_matrices=False)[2][:8].T / 16
 
     def losses(params, batch):
-        logits = kfac.output(network(params, batch[0]), "categorical")
+        logits = kfac.mark_output(network(params, batch[0]), "categorical")
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
 
     def log_odds(params, batch):

@@ -33,7 +33,7 @@ GRIDS: dict[str, comparison.Grid] = {
         "learning_rate": (0.02, 0.05, 0.1),
         "damping": (1e-3, 1e-2, 0.1),
         "momentum": (0.9,),
-        "factor_decay": (0.9,),
+        "factor_ema_decay": (0.9,),
         "kl_clip": (0.1,),
         "weight_decay": (0.0,),
         "warmup": (0.1,),
@@ -48,10 +48,11 @@ def is_kernel(params: Params) -> Any:
 def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers) -> Any:
     if name == "adamw":
         return optax.adamw(rate, numbers["b1"], numbers["b2"], weight_decay=numbers["weight_decay"], mask=is_kernel)
-    return kfac.presets.large_batch(
-        rate, layers, damping=numbers["damping"], unitwise_damping=1.0, factor_decay=numbers["factor_decay"],
+    return kfac.presets.osawa2019(
+        rate, layers, damping=numbers["damping"], unitwise_damping_scale=1.0,
+        factor_ema_decay=numbers["factor_ema_decay"],
         momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, kl_clip=numbers["kl_clip"],
-        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, rate_in_momentum=False,
+        weight_decay=numbers["weight_decay"], weight_decay_mask=is_kernel, lr_in_momentum=False,
     )  # fmt: skip
 
 

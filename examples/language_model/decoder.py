@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
 
     held_out = rows(text.held_out, np.linspace(0, len(text.held_out) - CONTEXT - 1, 64).astype(int)).reshape(8, 8, -1)
     evaluate = jax.jit(lambda params: jax.lax.map(lambda part: loss_fn(params, part), held_out).mean())
-    rate = kfac.schedules.rise_and_fall(options.rate, options.horizon)
+    rate = kfac.schedules.warmup_linear_decay(options.rate, options.horizon)
     init: Any
     step: Any
     if options.method == "kfac":

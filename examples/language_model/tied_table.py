@@ -18,7 +18,7 @@ import kfac
 import topics
 from transformer import Params, Transformer
 
-NUMBERS = {"damping": 1e-2, "factor_decay": 0.9, "momentum": 0.9, "kl_clip": 0.1, "weight_decay": 0.0}
+NUMBERS = {"damping": 1e-2, "factor_ema_decay": 0.9, "momentum": 0.9, "kl_clip": 0.1, "weight_decay": 0.0}
 RATES = (0.02, 0.05, 0.1)
 WARMUP = 0.1
 

@@ -87,6 +87,6 @@ class Transformer:
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Mean over tokens of `-log p`, in nats; `tokens` is `[batch, context + 1]`."""
-        logits = kfac.output(self.logits(params, tokens[:, :-1]), "categorical")
+        logits = kfac.mark_output(self.logits(params, tokens[:, :-1]), "categorical")
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
         return -jnp.mean(chosen)

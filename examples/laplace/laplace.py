@@ -41,7 +41,7 @@ def network(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
 
 
 def loss(params: Any, batch: Batch) -> jax.Array:
-    logits = kfac.output(network(params, batch[0]), "categorical")
+    logits = kfac.mark_output(network(params, batch[0]), "categorical")
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
 
@@ -86,11 +86,11 @@ def score(probabilities: jax.Array, labels: jax.Array, precision: float = 0.0) -
 
 def laplace(
     params: Any, batch: Batch, skip: tuple[str, ...]
-) -> tuple[Callable[[float], kfac.curvature.Operator], np.ndarray]:
+) -> tuple[Callable[[float], kfac.curvature.BlockOperator], np.ndarray]:
     """The posterior's precision for a precision of the prior, and the log marginal likelihood for each of `TAUS`."""
     layers = kfac.find_layers(loss, params, batch, skip=skip)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
-    factors = kfac.curvature.estimate(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
+    factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher, n = kfac.curvature.operator(layers, factors), len(batch[1])
     # The prior is over what the posterior is over: `0 * fisher + 1` is the identity there, and zero elsewhere.
     square = optax.tree.vdot(params, (0 * fisher + 1) @ params)
@@ -104,7 +104,7 @@ def laplace(
 
 def choose(
     params: Any, batch: Batch, skip: tuple[str, ...], steps: int
-) -> tuple[Any, kfac.curvature.Operator, float, Any]:
+) -> tuple[Any, kfac.curvature.BlockOperator, float, Any]:
     """The prior's precision by the marginal likelihood (MacKay 1992; Immer et al. 2021): fit, choose, and again.
 
     A network fitted without any prior is at no maximum of a posterior, and its curvature is next to nothing: the
@@ -120,7 +120,7 @@ def choose(
     return params, posterior(tau), tau, curve
 
 
-def predict(params: Any, precision: kfac.curvature.Operator, x: jax.Array, draws: int) -> jax.Array:
+def predict(params: Any, precision: kfac.curvature.BlockOperator, x: jax.Array, draws: int) -> jax.Array:
     """Probabilities of the network linearised at `params`: logits less sharp where the posterior's draws differ."""
     covariance, logits = precision.inv(), network(params, x)
 

@@ -12,7 +12,7 @@ import kfac
 
 
 def change_of(factors: kfac.Factors, averages: kfac.Factors) -> jax.Array:
-    """Return by how much statistics differ from the averages that `kfac.curvature.averaged_factors` has before them.
+    """Return by how much statistics differ from the averages that `kfac.curvature.factors_from_state` has before them.
 
     The Frobenius norm of the difference, relative to the average, as a mean over all Kronecker factors; 1 for those
     without an average so far.
@@ -43,7 +43,7 @@ class AdaptiveInterval:
     before, the next interval is half the last one; if they are, it is as long as the last one; if those before
     were similar to theirs too, it is the sum of the last two. Two are similar if the norm of their difference, relative
     to the older one's, is below `threshold`. Here one number stands for all layers, and with a running average
-    (`factor_decay` above 0) new statistics are compared with that, so no older ones are kept.
+    (`factor_ema_decay` above 0) new statistics are compared with that, so no older ones are kept.
 
     It lives in Python, outside of the compiled programs. All fields are
     numbers; `dataclasses.asdict` saves them with a checkpoint, and `AdaptiveInterval(**saved)` goes on. Processes that

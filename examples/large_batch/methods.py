@@ -98,29 +98,33 @@ def _kfac(rate, s, layers):
     """With `turned`, `learning_rate` is the angle by which kernels turn, and `vectors` multiplies it for vectors."""
     if s.get("adaptive_damping"):
         plain = {name: value for name, value in s.items() if name != "adaptive_damping"}
-        return kfac.presets.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
+        return kfac.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
     if "first_damping" in s:  # falls, or rises, to `damping` over the budget, geometrically
         first, last, steps = s["first_damping"], s["damping"], s["steps"]
         s = {**s, "damping": lambda count: first * (last / first) ** (count / steps)}
     if not s.get("tangent", True) or s.get("momentum_first") or s.get("eigenbasis_adam"):
         preconditioner = kfac.scale_by_kfac(
-            layers, inverse=_inverse(s), **{name: s[name] for name in SCALE_OPTIONS if name in s}
+            layers, preconditioner=_inverse(s), **{name: s[name] for name in SCALE_OPTIONS if name in s}
         )
         if s.get("eigenbasis_adam"):
             preconditioner = _adam_in_eigenbasis(preconditioner, layers, s["b2"])
         momentum = optax.trace(s["momentum"], nesterov=s["nesterov"])
         parts = (momentum, preconditioner) if s.get("momentum_first") else (preconditioner, momentum)
         return optax.chain(*parts, _turned(s), optax.scale_by_learning_rate(rate))
-    options = {"inverse": _inverse(s)} | {name: s[name] for name in KFAC_OPTIONS if name in s}
+    options = {"preconditioner": _inverse(s)} | {name: s[name] for name in KFAC_OPTIONS if name in s}
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
-        return kfac.presets.large_batch(lambda count: s["vectors"] * rate(count), layers, **PLAIN | options)
-    return kfac.presets.large_batch(rate, layers, **PLAIN | options)
+        return kfac.presets.osawa2019(lambda count: s["vectors"] * rate(count), layers, **PLAIN | options)
+    return kfac.presets.osawa2019(rate, layers, **PLAIN | options)
 
 
-def _inverse(s: Settings) -> kfac.Inverse:
-    kinds: dict[str, Callable[..., kfac.Inverse]] = {"cholesky": kfac.Cholesky, "eigh": kfac.Eigh, "ekfac": kfac.Ekfac}
-    return kinds[s.get("inverse", "cholesky")](s.get("precision", "float32"))
+def _inverse(s: Settings) -> kfac.BlockPreconditioner:
+    kinds: dict[str, Callable[..., kfac.BlockPreconditioner]] = {
+        "cholesky": kfac.Cholesky,
+        "eigh": kfac.Eigh,
+        "ekfac": kfac.EKFAC,
+    }
+    return kinds[s.get("preconditioner", "cholesky")](s.get("precision", "float32"))
 
 
 def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.GradientTransformationExtraArgs:
@@ -131,7 +135,7 @@ def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.Gradi
 
     def matrices(grads: Any) -> dict[str, jax.Array]:
         leaves = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
-        return {x.name: x.to_matrix([leaves[path] for path in x.params]) for x in layers if x.correctable}
+        return {x.name: x.to_matrix([leaves[path] for path in x.params]) for x in layers if x.supports_ekfac}
 
     def init(params: Any) -> Any:
         return inner.init(params), jax.tree.map(jnp.zeros_like, matrices(params)), jnp.zeros(())
@@ -182,15 +186,21 @@ def rescaled(params: Any, norms: Any) -> Any:
     return jax.tree.map(scaled, params, norms, is_kernel(params))
 
 
-SCALE_OPTIONS = ("damping", "factor_decay", "inverse_every", "refresh_warmup", "unitwise_damping")
+SCALE_OPTIONS = (
+    "damping",
+    "factor_ema_decay",
+    "inverse_update_period",
+    "interval_warmup_steps",
+    "unitwise_damping_scale",
+)
 KFAC_OPTIONS = (
-    *SCALE_OPTIONS, "momentum", "nesterov", "rate_in_momentum", "weight_decay", "kl_clip", "trust_ratio",
+    *SCALE_OPTIONS, "momentum", "nesterov", "lr_in_momentum", "weight_decay", "kl_clip", "trust_ratio",
 )  # fmt: skip
 
 
 # What settings that say nothing of it mean; the length of a step is then that of the natural gradient.
 PLAIN: Settings = {
-    "momentum": 0.9, "rate_in_momentum": False, "damping": 1e-3, "factor_decay": 0.95, "unitwise_damping": 1.0,
+    "momentum": 0.9, "lr_in_momentum": False, "damping": 1e-3, "factor_ema_decay": 0.95, "unitwise_damping_scale": 1.0,
 }  # fmt: skip
 
 
@@ -230,7 +240,7 @@ METHODS = {
     ),
     "kfac": Method(
         _kfac,
-        {"momentum": 0.9, "nesterov": True, "turned": True, "vectors": 0.15, "factor_decay": 0.0, "subsample": 4},
+        {"momentum": 0.9, "nesterov": True, "turned": True, "vectors": 0.15, "factor_ema_decay": 0.0, "subsample": 4},
         {"learning_rate": (0.035, 0.07, 0.14), "damping": (1e-3, 1e-4)},
     ),
 }

@@ -11,9 +11,9 @@ statistics of a quarter of the examples. "kfac-one-rate" has `adaptive_layer_rat
 "kfac-cholesky" take statistics of all examples in every step. "soap" is SOAP itself, with Shampoo's matrices. 60 steps
 at batch N/10 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up,
 and scores the mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of
-some there are results only: "kfac-soap-eigh", a `Soap` that decomposed its factors; "kfac-0.3.0", the default then;
-"kfac-whole", with `find_layers(max_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once", whose
-intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels;
+some there are results only: "kfac-soap-eigh", a `SOAP` that decomposed its factors; "kfac-0.3.0", the default then;
+"kfac-whole", with `find_layers(max_factor_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once",
+whose intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels;
 "kfac-frobenius" and those that begin so, version 0.3, whose steps had a Frobenius norm; "kfac-in-one-pass", the default
 with statistics in the backward pass of the gradient.
 """
@@ -62,12 +62,12 @@ from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
 from vit import ViT  # noqa: E402
 
-EVERY = math.inf  # the `cost` of statistics and refreshes in every step
+EVERY = math.inf  # the `overhead` of statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
     "kfac": {},
     "kfac-one-rate": {"adaptive_layer_rates": False},
-    "kfac-every-step": {"cost": EVERY},
-    "kfac-cholesky": {"cost": EVERY, "inverse": kfac.Cholesky()},
+    "kfac-every-step": {"overhead": EVERY},
+    "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
 }
 METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -261,7 +261,7 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
-        quarter = "cost" not in KFAC[method] and (layers.num_examples or 0) >= 64
+        quarter = "overhead" not in KFAC[method] and (layers.num_examples or 0) >= 64
         share = share or (4 if quarter else 1)
         settings = {"statistics_fraction": 1 / share} | KFAC[method]
 

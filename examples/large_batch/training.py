@@ -22,12 +22,12 @@ from tasks import Task
 
 # Settings that make another program; all others are numbers that the program takes as arguments.
 STATIC = (
-    "nesterov", "rate_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
-    "tangent", "batch_norm_blocks", "inverse",
+    "nesterov", "lr_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
+    "tangent", "batch_norm_blocks", "preconditioner",
     "momentum_first", "eigenbasis_adam", "adaptive_damping",
 )  # fmt: skip
 # When statistics are collected is decided outside of the programs.
-OUTSIDE = ("statistics_every", "statistics_threshold")
+OUTSIDE = ("statistics_period", "statistics_threshold")
 STATISTICS_WARMUP = 10  # first steps of which every one collects statistics
 
 
@@ -85,7 +85,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             mutable=["batch_stats"],
         )  # fmt: skip
         if fixed.get("fisher") == "sampled" or fixed.get("adaptive_damping"):
-            logits = kfac.output(logits, "categorical")
+            logits = kfac.mark_output(logits, "categorical")
         targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), task.smoothing)
         return jnp.mean(optax.softmax_cross_entropy(logits, targets)), new["batch_stats"]
 
@@ -118,12 +118,12 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
             fraction=1 / fixed.get("subsample", 1),
         )  # fmt: skip
         extra: dict[str, Any] = {"fisher_key": key} if fixed.get("fisher") == "sampled" else {}
-        if fixed.get("inverse") == "ekfac":
+        if fixed.get("preconditioner") == "ekfac":
             extra["basis"] = kfac.curvature.eigenbasis(state.opt_state, layers)
         factors = measure(state.params, state.batch_stats, images, labels, **extra)
         if rounded := fixed.get("statistics_dtype"):
             factors = jax.tree.map(lambda x: x.astype(rounded).astype(x.dtype), factors)
-        change = change_of(factors, kfac.curvature.averaged_factors(state.opt_state, layers))
+        change = change_of(factors, kfac.curvature.factors_from_state(state.opt_state, layers))
         return state._replace(opt_state=kfac.observe(state.opt_state, factors)), change
 
     def step(state, images, labels, settings, steps):
@@ -177,7 +177,7 @@ def run(task: Task, trial: Trial) -> dict[str, Any]:
     key = jax.random.key(trial.seed)
     state = compiled.init(key, numbers, steps)
     plan = Plan(len(task.train), trial.batch, np.arange(trial.batch), trial.seed, 0, trial.steps)
-    every = trial.settings.get("statistics_every", 1)
+    every = trial.settings.get("statistics_period", 1)
     interval = AdaptiveInterval(trial.settings.get("statistics_threshold", 0.1))
     curve: list[tuple[int, float]] = []
     losses: list[float] = []

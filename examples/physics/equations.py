@@ -87,7 +87,7 @@ PROBLEMS = {
         lambda u, x: laplacian(u, x) + u(x) + (17 * jnp.pi**2 - 1) * waves(x), waves, (0, 0), (1, 1), cube(2), 800, 200
     ),
     "Burgers": Problem(burgers, burgers_exact, (0, -1), (1, 1), ((0, 0.0), (1, -1.0), (1, 1.0)), 1000, 250),
-    "Heat, inverse": Problem(heat, heat_exact, (0, 0), (1, 1), (), 400, 100, coefficient=1.0),
+    "Heat, preconditioner": Problem(heat, heat_exact, (0, 0), (1, 1), (), 400, 100, coefficient=1.0),
 }
 
 
@@ -126,6 +126,6 @@ def residuals(params: Any, problem: Problem, inner: jax.Array, edge: jax.Array) 
     """What the loss is half the squared norm of: the equation inside, and the values on the faces."""
     inside = jax.vmap(lambda x: at_point(params, problem, x, False))(inner)
     outside = jax.vmap(lambda x: at_point(params, problem, x, True))(edge)
-    inside = kfac.output(inside[:, None], "residual")[:, 0]
-    outside = kfac.output(outside[:, None], "residual", weight=WEIGHT * len(inner) / len(edge))[:, 0]
+    inside = kfac.mark_output(inside[:, None], "residual")[:, 0]
+    outside = kfac.mark_output(outside[:, None], "residual", weight=WEIGHT * len(inner) / len(edge))[:, 0]
     return jnp.concatenate([inside / len(inner) ** 0.5, outside * (WEIGHT / len(edge)) ** 0.5])

@@ -112,7 +112,7 @@ def logs(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
     Those are the Gauss-Newton matrix of residuals, of which there is one for each walker.
     """
     found = jax.vmap(lambda x: log_psi(params, atom, x))(x)
-    return kfac.output(found[:, None], "residual")[:, 0]
+    return kfac.mark_output(found[:, None], "residual")[:, 0]
 
 
 def local_energies(params: Any, atom: Atom, x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-
 
         return jnp.zeros_like(ravel_pytree(params)[0]), spring
 
-    tx = kfac.scale_by_kfac(layers, damping=damping, factor_decay=0.95)
+    tx = kfac.scale_by_kfac(layers, damping=damping, factor_ema_decay=0.95)
     measure = kfac.value_and_grad(marked, layers, fisher="expected")
 
     def kronecker(params, state, x, rate, key):

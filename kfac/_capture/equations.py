@@ -117,7 +117,7 @@ def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item
 
 
-MARK = "kfac.output/"  # prefix of a marked output's name
+MARK = "kfac.mark_output/"  # prefix of a marked output's name
 
 
 def mark(eqn: JaxprEqn) -> str:

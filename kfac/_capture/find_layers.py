@@ -11,11 +11,17 @@ import jax
 
 from kfac._capture.find_reads import Reads
 from kfac._capture.findings import Inexact
-from kfac._capture.make_layers import LayerMaker, Uses, bounded, main_use, told_apart
+from kfac._capture.make_layers import (
+    LayerMaker,
+    Uses,
+    bounded,
+    has_example_gradients,
+    main_use,
+)
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.states import Use
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._checks import check, check_function, check_given
+from kfac._checks import RENAMED, check, check_function, check_given, with_hints
 from kfac._layers import (
     KRONECKER_KINDS,
     UNREACHED,
@@ -23,10 +29,11 @@ from kfac._layers import (
     Layers,
     UnsupportedLayerError,
 )
-from kfac._leaves import Layout, find_splits
-from kfac._varying import on_mesh
+from kfac._leaves import Layout, find_param_specs
+from kfac._mesh import on_mesh
 
 
+@with_hints(RENAMED)
 @on_mesh
 def find_layers(
     loss_fn: Callable[..., Any],
@@ -34,9 +41,9 @@ def find_layers(
     *args: Any,
     has_aux: bool = False,
     skip: Sequence[str] = (),
-    max_dim: int | None = None,
-    reduce: Sequence[str] = (),
-    gradient: Sequence[str] = (),
+    max_factor_dim: int | None = None,
+    kfac_reduce: Sequence[str] = (),
+    gradient_factors: Sequence[str] = (),
     batch_argnums: Argnums = None,
     strict: bool = False,
     **kwargs: Any,
@@ -67,19 +74,19 @@ def find_layers(
       has_aux: whether `loss_fn` returns a pair.
       skip: regular expressions. A leaf whose path (joined by `/`) matches gets no curvature block, and its gradient
         passes through the preconditioner unchanged.
-      max_dim: the maximum number of rows of a Kronecker factor. A larger factor is kept as diagonal blocks of at most
-        `max_dim` neighbouring rows. The blocks are as few and as equal as possible, and the table mentions them. If
-        such a factor has 30,000 rows or more, as a vocabulary has, only its diagonal is kept. In both cases the kernel
-        is cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023). Along a diagonal
-        factor, the number of pieces is a power of two, and each piece has at most 4,096 rows. Inverting a factor with
-        `d` rows takes `O(d^3)` work and `O(d^2)` memory. None: 8,192; in addition, a dense kernel's longer side is cut
-        if it has at least 256 rows. The blocks are then about as long as the shorter side, and there are at most 8. A
-        kernel that would need more than 8 blocks stays whole if its shorter side has fewer than 32 rows.
-      reduce: regular expressions. If the kernel's path matches, a matrix product or convolution uses the "reduce"
+      max_factor_dim: the maximum number of rows of a Kronecker factor. A larger factor is kept as diagonal blocks of at
+        most `max_factor_dim` neighbouring rows. The blocks are as few and as equal as possible, and the table mentions
+        them. If such a factor has 30,000 rows or more, as a vocabulary has, only its diagonal is kept. In both cases
+        the kernel is cut into pieces, each with a block of its own, as in Distributed Shampoo (Shi et al. 2023). Along
+        a diagonal factor, the number of pieces is a power of two, and each piece has at most 4,096 rows. Inverting a
+        factor with `d` rows takes `O(d^3)` work and `O(d^2)` memory. None: 8,192; in addition, a dense kernel's longer
+        side is cut if it has at least 256 rows. The blocks are then about as long as the shorter side, and there are at
+        most 8. A kernel that would need more than 8 blocks stays whole if its shorter side has fewer than 32 rows.
+      kfac_reduce: regular expressions. If the kernel's path matches, a matrix product or convolution uses the "reduce"
         setting of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over an example's positions
         before products are formed. All other layers, and all lookups, use the "expand" setting.
-      gradient: regular expressions. A leaf whose path matches gets the gradient's own factors (Gupta et al. 2018; Vyas
-        et al. 2024). No statistics are captured for this leaf.
+      gradient_factors: regular expressions. A leaf whose path matches gets the gradient's own factors (Gupta et al.
+        2018; Vyas et al. 2024). No statistics are captured for this leaf.
       batch_argnums: the arguments that hold the examples on the first axis of their leaves: positions, or names of
         keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
         consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
@@ -95,25 +102,31 @@ def find_layers(
     Raises:
       UnsupportedLayerError: `strict` is set and leaves have no exact rows. The message names all these leaves, with
         reasons and a way out.
-      ValueError: a pattern matches no leaf, has no effect on any leaf, or is not a regular expression; `reduce` matches
-        a kernel whose sums over an example's positions are unknown; `max_dim` is not a positive int; `batch_argnums`
-        names no argument; `params` has no leaves, or two leaves with the same path; or an output is marked inside a
-        construct that cannot be followed.
+      ValueError: a pattern matches no leaf, has no effect on any leaf, or is not a regular expression; `kfac_reduce`
+        matches a kernel whose sums over an example's positions are unknown; `max_factor_dim` is not a positive int;
+        `batch_argnums` names no argument; `params` has no leaves, or two leaves with the same path; or an output is
+        marked inside a construct that cannot be followed.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not a real array.
     """
     check_function(loss_fn)
-    check(has_aux=has_aux, skip=skip, reduce=reduce, gradient=gradient, strict=strict)
-    check_given(max_dim=max_dim, batch_argnums=batch_argnums)
+    check(
+        has_aux=has_aux,
+        skip=skip,
+        kfac_reduce=kfac_reduce,
+        gradient_factors=gradient_factors,
+        strict=strict,
+    )
+    check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         (),
         tuple(traced.names),
         tuple(skip),
-        max_dim=max_dim,
-        reduce=tuple(reduce),
-        gradient=tuple(gradient),
+        max_factor_dim=max_factor_dim,
+        kfac_reduce=tuple(kfac_reduce),
+        gradient_factors=tuple(gradient_factors),
         structure=jax.tree.structure(params),
-        splits=find_splits(params),
+        param_specs=find_param_specs(params),
     )
     analysis = layers_of(traced, options, find_marks(traced))
     if strict and analysis.reads.inexact:
@@ -172,15 +185,15 @@ def layers_of(
     skipped = matching("skip", options.skip, names) | empty
     reads = Reads(traced, skipped)
     left = set(range(len(names))) - skipped
-    chosen = matching(
-        "gradient", options.gradient, names, left, "parameter left by skip="
-    )
+    patterns = options.gradient_factors
+    what = "parameter left by skip="
+    chosen = matching("gradient_factors", patterns, names, left, what)
     uses = _uses_by_leaf(reads)
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
-    reduced = matching(
-        "reduce", options.reduce, names, kernels, "kernel of a product with exact rows"
-    )
+    patterns = options.kfac_reduce
+    what = "kernel of a product with exact rows"
+    reduced = matching("kfac_reduce", patterns, names, kernels, what)
     kernel_uses = {}
     for leaf in kernels:
         kernel_uses[names[leaf]] = [use for use in uses[leaf] if not use.late]
@@ -208,7 +221,7 @@ def layers_of(
             layer = maker.elementwise(leaves)
         else:
             layer = maker.gradient(leaf, leaf in chosen)
-        blocks.append(bounded(layer, options.max_dim))
+        blocks.append(bounded(layer, options.max_factor_dim))
     inputs = traced.program.inputs[: len(names)]
     wide = any(value.dtype == "float64" for value in inputs)
     needs_number = n is None and any(layer.captured for layer in blocks)
@@ -219,7 +232,7 @@ def layers_of(
         num_examples=batch.num_examples or n,
         batch_argnums=batch.argnums,
         shared=batch.shared,
-        hidden=batch.hidden,
+        unknown_batch_reason=batch.unknown_batch_reason,
         dtype="float64" if wide else "float32",
         unclear=unclear if needs_number else "",
     )
@@ -319,7 +332,7 @@ def _keep_exact(
     # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     for leaf in uses.keys() - kernels - biases:
-        if told_apart(uses[leaf], n):
+        if has_example_gradients(uses[leaf], n):
             continue
         reason = "the examples it meets are not told apart, or in another order"
         if n is None:

@@ -21,8 +21,8 @@ from kfac._capture.axes import Atom
 from kfac._capture.taps import Key, KroneckerTap
 from kfac._factors import Kronecker, Ragged, Statistics, Tied, Unitwise
 from kfac._layers import FactorShapes, Layer
+from kfac._mesh import with_auto_axes
 from kfac._packing import in_blocks, pieces_along
-from kfac._varying import whole
 
 
 class KroneckerSums:
@@ -136,7 +136,7 @@ class KroneckerSums:
             self._of_layer(direct),
             self._of_layer(transposed),
             self._layer.diagonal,
-            self._layer.cut,
+            self._layer.num_blocks,
         )
 
     def _of_part(self, sums: Any, positions: float) -> Kronecker | Ragged:
@@ -177,7 +177,7 @@ def _products(
     """Return an unscaled factor for the setting "reduce", from rows `[..., n, d]` that sum each example's positions."""
     if side in layer.diagonal:
         return jnp.sum(jnp.square(rows), axis=-2)
-    count = pieces_along(side, layer.cut)
+    count = pieces_along(side, layer.num_blocks)
     if count > 1:
         rows = in_blocks(rows, count)
     return jnp.einsum("...ni,...nj->...ij", rows, rows, precision="highest")
@@ -230,7 +230,7 @@ class ElementwiseSums(NamedTuple):
 
     def finish(self, sums: Sequence[Array]) -> Unitwise:
         """Convert the gradients, in the order of `probes`, to the layer's block."""
-        return whole(self._block)(sums)
+        return with_auto_axes(self._block)(sums)
 
     def _block(self, sums: Sequence[Array]) -> Unitwise:
         """Return the block of each channel, `n sum_i g_i g_i^T`.

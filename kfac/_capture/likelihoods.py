@@ -15,7 +15,7 @@ from kfac._statistics.rows import accumulator
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """A distribution of targets given the network's output. `kfac.output` takes it in place of a named distribution.
+    """A distribution of targets given the network's output, for `kfac.mark_output` in place of a named distribution.
 
     For a Laplace distribution with scale 1::
 
@@ -31,7 +31,7 @@ class Likelihood:
       root: `root(x, v)` returns `S(x) v` for vectors `v`, `[..., features]`. `S(x)` is a square matrix with
         `S^T S = H`, where `H` is the expected second moment of the gradients of `-log p` with respect to `x`. Required
         only for `fisher="expected"`, for `kfac.curvature.exact` and `kfac.curvature.gauss_newton`, and for the presets
-        `adaptive_damping` and `deterministic`.
+        `adaptive_damping` and `full_batch`.
 
     Raises:
       ValueError: an argument is not a function.

@@ -19,7 +19,7 @@ from kfac._statistics.convolution import Convolution
 Uses = dict[int, list[Use]]
 
 
-def told_apart(uses: Sequence[Use], n: int | None) -> bool:
+def has_example_gradients(uses: Sequence[Use], n: int | None) -> bool:
     """Return whether all uses have a row for each example, in the same order."""
     return all(use.examples(n) is not None for use in uses)
 
@@ -60,12 +60,12 @@ class LayerMaker(NamedTuple):
         lookup = main.read.op == "embedding"
         ragged = any(use.read.groups is not None for use in uses)
         turned = any(use.layout != main.layout for use in uses)
-        ordered = told_apart(uses, self.traced.batch.num_examples)
+        ordered = has_example_gradients(uses, self.traced.batch.num_examples)
         reduced = reduced and not lookup
         if reduced and (ragged or turned or not ordered):
             read_by = " and ".join(sorted({use.read.name for use in uses}))
             raise ValueError(
-                "reduce: sums over the positions of each example are not known for "
+                "kfac_reduce: sums over the positions of each example are not known for "
                 f"{self.traced.names[leaves[0]]!r}, read by {read_by} without an order of the examples, or as its "
                 "transpose as well: leave it out"
             )
@@ -94,7 +94,7 @@ class LayerMaker(NamedTuple):
             diagonal=("A",) if lookup else (),
             weight_sharing="reduce" if reduced else "expand",
             positions=None if ragged or len(rows) > 1 else self._positions(rows.pop()),
-            told_apart=reads == 1 and not ragged and ordered,
+            has_example_gradients=reads == 1 and not ragged and ordered,
             overlap=max(overlaps, default=1.0),
         )
 
@@ -140,7 +140,9 @@ class LayerMaker(NamedTuple):
             layout = Layout(("in", "out"), squarest)
         if chosen:
             note = "chosen by the user"
-        return self._layer([leaf], "gradient", [layout or self._vector(leaf)], note)
+        return self._layer(
+            [leaf], "gradient-factors", [layout or self._vector(leaf)], note
+        )
 
     def _layer(
         self,
@@ -201,22 +203,22 @@ LONG, PIECES, HEAD = 256, 8, 32
 ROWS = 4096
 
 
-def bounded(layer: Layer, max_dim: int | None) -> Layer:
+def bounded(layer: Layer, max_factor_dim: int | None) -> Layer:
     """Return a layer whose oversized factors are replaced by diagonal blocks or by their diagonals."""
     if not layer.kronecker:
         return layer
-    limit = max_dim or MAX_DIM
+    limit = max_factor_dim or MAX_DIM
     sizes = {"A": layer.d_in, "G": layer.d_out}
     counts = {"A": 1, "G": 1}
     diagonal = list(layer.diagonal)
     reasons = []
     for name, size in sizes.items():
         if size > limit and name not in layer.diagonal:
-            reasons.append(f"{name} has more than max_dim={limit} rows")
+            reasons.append(f"{name} has more than max_factor_dim={limit} rows")
             counts[name] = math.ceil(size / limit)
             if size >= VOCABULARY:
                 diagonal.append(name)
-    if max_dim is None and layer.kind == "dense" and not diagonal:
+    if max_factor_dim is None and layer.kind == "dense" and not diagonal:
         short, long = sorted(sizes, key=lambda name: sizes[name])
         times = round(sizes[long] / sizes[short])
         pieces = times
@@ -225,7 +227,7 @@ def bounded(layer: Layer, max_dim: int | None) -> Layer:
         if sizes[long] >= LONG and counts[long] < pieces:
             counts[long] = pieces
             reasons.append(
-                f"{long} has {times} times the rows of {short}; max_dim={MAX_DIM} keeps it whole"
+                f"{long} has {times} times the rows of {short}; max_factor_dim={MAX_DIM} keeps it whole"
             )
     # A diagonal factor's rows are independent. If the number of pieces is a power of two, devices can share them.
     for name in diagonal:
@@ -235,6 +237,6 @@ def bounded(layer: Layer, max_dim: int | None) -> Layer:
     return dataclasses.replace(
         layer,
         diagonal=tuple(diagonal),
-        cut=(counts["A"], counts["G"]),
+        num_blocks=(counts["A"], counts["G"]),
         note="; ".join(notes),
     )

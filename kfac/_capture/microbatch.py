@@ -15,7 +15,7 @@ from kfac._capture.outputs import with_own_key
 from kfac._capture.trace import ArgKey, is_key, leading_length, named_arguments
 from kfac._checks import check, check_given
 from kfac._layers import Layers
-from kfac._varying import PyTree, zeros_of
+from kfac._mesh import PyTree, zeros_of
 
 
 def microbatch(

@@ -21,11 +21,11 @@ from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
 from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
 from kfac._checks import check
+from kfac._mesh import PyTree, as_varying, varying_axes, with_auto_axes
 from kfac._statistics.rows import accumulator
-from kfac._varying import PyTree, as_varying, varying_axes, whole
 
 
-def output(
+def mark_output(
     x: Array,
     likelihood: str | Likelihood,
     *,
@@ -78,7 +78,7 @@ def output(
                 f"variance is for likelihood='gaussian', but likelihood is {likelihood!r}"
             )
         deviation = jnp.sqrt(variance).astype(jnp.result_type(x))
-        return output(x / deviation, likelihood, weight=weight) * deviation
+        return mark_output(x / deviation, likelihood, weight=weight) * deviation
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"the output must be real, but has dtype {x.dtype}")
@@ -99,7 +99,7 @@ class Mark:
       key: the mark's key among the probes.
       op: the marking operation.
       likelihood: the distribution of the targets.
-      weight: the `weight` argument of `output`.
+      weight: the `weight` argument of `mark_output`.
     """
 
     key: Key
@@ -109,7 +109,7 @@ class Mark:
 
     @property
     def value(self) -> Value:
-        """The output, `[..., features]`, including the axis of length 1 that `output` adds."""
+        """The output, `[..., features]`, including the axis of length 1 that `mark_output` adds."""
         return self.op.outputs[0]
 
     @property
@@ -131,7 +131,7 @@ class Mark:
         return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
 
 
-MARK_EACH = " Mark the output of each batch, kfac.output(..., weight=), for the loss to have a scale of each"
+MARK_EACH = " Mark the output of each batch, kfac.mark_output(..., weight=), for the loss to have a scale of each"
 
 
 # The uses of each kernel, by the kernel's path.
@@ -187,7 +187,7 @@ class Marks(NamedTuple):
         if any(mark.value.grown[-1] for mark in rows.values()):
             return None, (
                 "the marked output has one axis, which is that of its features, but it holds the examples: give "
-                "the features an axis of their own, kfac.output(x[:, None], ...)"
+                "the features an axis of their own, kfac.mark_output(x[:, None], ...)"
             )
         # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
         if hidden or not unmarked or any(mark.value.of_batch for mark in self.marks):
@@ -196,7 +196,7 @@ class Marks(NamedTuple):
         if not hidden and not batch.several and (rows or not joined):
             return batch.num_examples, ""
 
-        why = batch.hidden or "a weight counts in units of one of them"
+        why = batch.unknown_batch_reason or "a weight counts in units of one of them"
         how = " Pass num_examples= to value_and_grad"
         if rows:
             counts = []
@@ -205,14 +205,17 @@ class Marks(NamedTuple):
             others = ""
             if beside:
                 others = " other terms of the loss no mark,"
-                how += ", and mark the other terms too, kfac.output(..., weight=)"
+                how += ", and mark the other terms too, kfac.mark_output(..., weight=)"
             why = f"the marked outputs have {' and '.join(counts)} rows,{others} and {why}"
         elif batch.several and not joined:
             how = f"{MARK_EACH}, and pass num_examples= to value_and_grad"
         else:
             if joined:
                 why = f"{joined} reads rows of the batch joined with others"
-            how += ", or mark the output with kfac.output; or pass the batch as an argument, named by batch_argnums="
+            how += (
+                ", or mark the output with kfac.mark_output; or pass the batch as an argument, named by "
+                "batch_argnums="
+            )
         return None, f"the number of examples is not clear: {why}.{how}"
 
     def _check_asked(
@@ -230,7 +233,7 @@ class Marks(NamedTuple):
         message = f"num_examples={asked}"
         if batch.several and not self.marks:
             raise ValueError(
-                f"{message} says nothing of a second batch, but {batch.hidden}.{MARK_EACH}"
+                f"{message} says nothing of a second batch, but {batch.unknown_batch_reason}.{MARK_EACH}"
             )
         most = 0
         for name, uses in kernels.items():
@@ -257,7 +260,7 @@ class Marks(NamedTuple):
         """
         if not self.marks:
             raise ValueError(
-                f"{what} needs the output of the network: mark it inside loss_fn, logits = kfac.output(logits, "
+                f"{what} needs the output of the network: mark it inside loss_fn, logits = kfac.mark_output(logits, "
                 "'categorical')"
             )
         reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
@@ -269,7 +272,7 @@ class Marks(NamedTuple):
         if missing:
             raise ValueError(
                 f"{what}: the loss depends on {', '.join(missing[:5])}, but no marked output does: mark "
-                "with kfac.output all that the loss compares with targets, or leave these parameters out with skip="
+                "with kfac.mark_output all that the loss compares with targets, or leave these out with skip="
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
@@ -294,7 +297,7 @@ def find_marks(traced: Trace) -> Marks:
             marks.append(Mark(key, op, named(likelihood), float(weight)))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(
-                f"kfac.output cannot be followed inside {op.name}: mark what comes out of it"
+                f"kfac.mark_output cannot be followed inside {op.name}: mark what comes out of it"
             )
     return Marks(tuple(marks))
 
@@ -316,7 +319,7 @@ def _pull(
 def _pull_backward(transposed, residuals, g):
     x, entry = residuals
     # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-    pulled = whole(transposed, x)(x, entry, g).astype(x.dtype)
+    pulled = with_auto_axes(transposed, x)(x, entry, g).astype(x.dtype)
     pulled = as_varying(pulled, varying_axes(x))
     return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
 

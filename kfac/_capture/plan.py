@@ -24,9 +24,9 @@ from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac._capture.trace import Trace, split_over
 from kfac._factors import Factors, Kronecker, Ragged, Statistics
 from kfac._layers import Layer, Layers
+from kfac._mesh import AxisName, device_axes, dividing_axes, split_along
 from kfac._statistics.convolution import Convolution
 from kfac._statistics.rows import Arrangement, Lookup
-from kfac._varying import AxisName, device_axes, dividing_axes, split_along
 
 # A probe, or its cotangent.
 Probe = Array | jax.ShapeDtypeStruct | Kronecker | Ragged
@@ -113,7 +113,7 @@ def plan_taps(
         uses = [analysis.uses[path] for path in layer.params]
         if layer.kronecker:
             # The eigenbasis belongs to `layers`.
-            in_basis = moments and layers[layer.name].correctable
+            in_basis = moments and layers[layer.name].supports_ekfac
             _plan_kronecker(planned, layer, uses, in_basis)
         else:
             _plan_elementwise(planned, layer, uses)

@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from kfac._factors import Kronecker, Packed
-from kfac._packing import Shape, filled, flatten, room, unflatten
-from kfac._varying import explicit_part, whole
+from kfac._mesh import explicit_part, with_auto_axes
+from kfac._packing import Shape, flatten, pad_to_devices, padded_shape, unflatten
 
 
 class ReduceScatter(NamedTuple):
@@ -94,13 +94,13 @@ class ReduceScatter(NamedTuple):
             sizes = self.padded_shape(shape)
         else:
             copies *= math.prod(mesh.shape[name] for name in self.axes)
-            sizes = room(shape)
+            sizes = padded_shape(shape)
         sharding = NamedSharding(mesh, spec) if any(spec) else None
         return jax.ShapeDtypeStruct((*loops, copies, *sizes), dtype, sharding=sharding)
 
     def padded_shape(self, shape: Shape) -> Shape:
         """Return the numbers of pieces and elements of a factor with this shape, after padding for the devices."""
-        return room(shape, get_abstract_mesh().size if self.axes else 1)
+        return padded_shape(shape, get_abstract_mesh().size if self.axes else 1)
 
     def packed(
         self,
@@ -126,7 +126,7 @@ class ReduceScatter(NamedTuple):
             out = PartitionSpec(*(loops + 2) * [None], self.axes)
             add_up = self._over_mesh(self._reduce_scatter, (self._spec(loops),), out)
             sums = list(map(add_up, sums))
-        flat = whole(finish, split)(sums)
+        flat = with_auto_axes(finish, split)(sums)
         if not self.axes and self.dtype != "float32":
             # The factors are sent later.
             flat = jax.tree.map(lambda x: x.astype(self.dtype), flat)
@@ -149,7 +149,7 @@ class ReduceScatter(NamedTuple):
         sharded = jax.shard_map(
             fn, in_specs=in_specs, out_specs=out, axis_names=set(self.axes)
         )
-        return whole(sharded, out)
+        return with_auto_axes(sharded, out)
 
     def _reduce_scatter(self, flat: Kronecker) -> Kronecker:
         """Add up vectors `[..., elements]` over devices, and return this device's share of the elements.
@@ -159,7 +159,7 @@ class ReduceScatter(NamedTuple):
         """
 
         def by_device(x):
-            x = filled(x)
+            x = pad_to_devices(x)
             x = x.reshape(*x.shape[:-1], lax.axis_size(self.axes), -1)
             return jnp.moveaxis(x, -2, 0)
 

@@ -121,12 +121,12 @@ def _settle_apart(found: Findings, use: Use, with_rows: bool) -> None:
     elif of_arguments:
         found.note_use(
             use,
-            "it reads rows of another batch, without kfac.output(..., weight=), or batch_argnums=(1, 2) if it is as "
-            "long",
+            "it reads rows of another batch, without kfac.mark_output(..., weight=), or batch_argnums=(1, 2) if it is "
+            "as long",
         )
     else:
         shape = list(map(axes_lib.length, use.read.x_axes))
         found.note_use(
             use,
-            f"it reads a constant {shape} too, as a penalty does, without kfac.output(..., weight=)",
+            f"it reads a constant {shape} too, as a penalty does, without kfac.mark_output(..., weight=)",
         )

@@ -22,6 +22,7 @@ from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._factors import Kronecker, Ragged
 from kfac._layers import Layer
+from kfac._mesh import with_auto_axes
 from kfac._packing import pieces_along
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
@@ -32,7 +33,6 @@ from kfac._statistics.rows import (
     Rows,
     as_floats,
 )
-from kfac._varying import whole
 
 
 class Key(NamedTuple):
@@ -147,7 +147,7 @@ class KroneckerTap:
             side = "G" if side == "A" else "A"
         if side in layer.diagonal:
             return rows.diagonal()
-        count = pieces_along(side, layer.cut)
+        count = pieces_along(side, layer.num_blocks)
         return rows.blocks(count) if count > 1 else rows.gram()
 
 
@@ -212,9 +212,9 @@ def _backward(tap, residuals, g):
         return jax.tree.map(lambda x: x.astype(tap.dtype), sums)
 
     if isinstance(tap, ElementwiseTap):
-        return None, g, whole(statistics, tap.lies)(residuals, g)
+        return None, g, with_auto_axes(statistics, tap.lies)(residuals, g)
     if tap.scatter is None:
-        return None, g, whole(statistics)(residuals, g)
+        return None, g, with_auto_axes(statistics)(residuals, g)
 
     return None, g, tap.scatter.sums(statistics, residuals, g)
 

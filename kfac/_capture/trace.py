@@ -22,7 +22,7 @@ from kfac._capture.program import AnotherProgramError, Program, compare, flat, m
 from kfac._checks import as_argnums
 from kfac._layers import Layers
 from kfac._leaves import leaf_paths
-from kfac._varying import AxisName, PyTree
+from kfac._mesh import AxisName, PyTree
 
 # With more arrays of one length, leaving out each in turn is not tried: each try is a trace, and a network has many
 # running averages.
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
       num_examples: `n`; None if the loss hides its examples.
       argnums: the arguments that hold the examples: positions as `loss_fn` counts them, or keyword names.
       shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
-      hidden: why `n` is not known, as a sentence; empty if `n` is known.
+      unknown_batch_reason: why `n` is not known, as a sentence; empty if `n` is known.
       leaves: the batch's arrays; None if unknown.
       several: whether the batch has arrays of different lengths that hold examples.
     """
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     num_examples: int | None = None
     argnums: tuple[ArgKey, ...] = ()
     shared: tuple[str, ...] = ()
-    hidden: str = ""
+    unknown_batch_reason: str = ""
     leaves: tuple[Leaf, ...] | None = None
     several: bool = False
 
@@ -241,9 +241,11 @@ def _find_batch(
         if not isinstance(program, str):
             return batch, program
     several = [batch for batch, _ in doubles]
-    hidden = _why_hidden(several, reasons)
+    reason = _why_hidden(several, reasons)
     batch = _batch(_leaves_of(several))
-    return batch._replace(num_examples=None, leaves=None, hidden=hidden), None
+    return batch._replace(
+        num_examples=None, leaves=None, unknown_batch_reason=reason
+    ), None
 
 
 def _arrays_of(

@@ -43,13 +43,13 @@ from kfac._checks import (
 )
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._varying import (
+from kfac._mesh import (
     PyTree,
     as_varying,
     device_axes,
     device_key,
-    lying_as,
     on_mesh,
+    reshard_like,
     varying_axes,
     varying_in,
     zeros_of,
@@ -87,9 +87,10 @@ def value_and_grad(
         marked outputs have weights, the gradients of a mark with weight `w` are divided by `sqrt(w)`, which takes a
         second backward pass. `"sampled"`: the gradients of the mean of `-log p(y | output)` over the `n` examples. The
         targets `y` are drawn from the distribution that the network predicts at the outputs that `loss_fn` marks with
-        `kfac.output`. This is an unbiased estimate of the true Fisher matrix from a single draw (Martens 2020), and
-        takes a second backward pass. `"expected"`: the expectation over all targets, which takes a backward pass for
-        each feature of the output. It is exact for gradients that come from a single row of the output. It is unbiased
+        `kfac.mark_output`. This is an unbiased estimate of the true Fisher matrix from a single draw (Martens 2020),
+        and takes a second backward pass. `"expected"`: the expectation over all targets, which takes a backward pass
+        for each feature of the output. It is exact for gradients that come from a single row of the output. It is
+        unbiased
         if several rows contribute to a gradient: if examples interact, and in the unit-wise, diagonal and EKFAC moments
         of examples with several rows.
       num_examples: the number of examples that the loss averages over, for a loss that hides its examples. By default,
@@ -106,10 +107,10 @@ def value_and_grad(
         The same key gives the same draws. They differ between devices: the device's position on the axes over which the
         arguments vary is folded into the key. Under `jax.pmap`, and `shard_map` with `check_vma=False`, these are all
         axes.
-      - `basis`: the result of `kfac.curvature.eigenbasis`, for an optimizer with `inverse=kfac.Ekfac()`. `factors` then
-        also hold `moments`, the second moments of per-example gradients in that eigenbasis,
-        `n sum_i (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018).
-        Only layers that EKFAC can correct have moments (`Layer.correctable`).
+      - `basis`: the result of `kfac.curvature.eigenbasis`, for an optimizer with `preconditioner=kfac.EKFAC()`.
+        `factors` then also hold `moments`, the second moments of per-example gradients in that eigenbasis, `n sum_i
+        (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018). Only layers
+        that EKFAC can correct have moments (`Layer.correctable`).
 
     Raises:
       ValueError: an argument is out of range. When the function is traced: the loss has other layers than `layers`; the
@@ -262,7 +263,7 @@ class Evaluator:
             return replay(traced.program, inputs, planned.plan, entries)
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
-        probes = lying_as(zeros, planned.probes)
+        probes = reshard_like(zeros, planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         outs, found, factors = _differentiate(
             run, planned, marks, wanted, probes, entries, self.fisher
@@ -282,7 +283,7 @@ class Evaluator:
         marks = find_marks(traced)
         drawn = self.fisher != "empirical"
         if drawn or marks.weighted:
-            what = f"fisher={self.fisher!r}" if drawn else "weight= of kfac.output"
+            what = f"fisher={self.fisher!r}" if drawn else "weight= of kfac.mark_output"
             marks.require(what, traced, self.layers.skipped_paths)
             mark_live(traced.program, [mark.op for mark in marks.marks])
         return marks
@@ -433,5 +434,5 @@ def check_basis(basis: object, layers: Layers) -> None:
     how = "pass basis=kfac.curvature.eigenbasis(opt_state, layers)"
     if not isinstance(basis, Mapping):
         raise ValueError(f"basis is of type {type(basis).__name__}: {how}")
-    correctable = [layer for layer in layers if layer.correctable]
-    check_by_layer("basis", basis, correctable, how)
+    supports_ekfac = [layer for layer in layers if layer.supports_ekfac]
+    check_by_layer("basis", basis, supports_ekfac, how)

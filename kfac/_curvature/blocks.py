@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check_by_layer
-from kfac._curvature.inverse import Inverse
 from kfac._curvature.kronecker import KroneckerKind
+from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._curvature.unitwise import UnitwiseKind
 from kfac._factors import Block, Factors
 from kfac._layers import (
@@ -27,13 +27,13 @@ from kfac._layers import (
     Layers,
     leaf_alone,
 )
+from kfac._mesh import PyTree
 from kfac._packing import Shape
-from kfac._varying import PyTree
 
 LayOut = Callable[[Layer, Array], Array]
 
 # Register the block kinds. A new kind needs a class and an entry here.
-BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient"), KroneckerKind())
+BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient-factors"), KroneckerKind())
 BLOCKS |= dict.fromkeys(UNITWISE_KINDS, UnitwiseKind())
 
 
@@ -99,22 +99,22 @@ class Group:
         return sum(self.counts)
 
     @property
-    def correctable(self) -> bool:
+    def supports_ekfac(self) -> bool:
         """Whether EKFAC corrects the eigenvalues of at least one member."""
-        return any(layer.correctable for layer in self.layers)
+        return any(layer.supports_ekfac for layer in self.layers)
 
     @property
     def corrected(self) -> np.ndarray:
         """Which blocks have eigenvalues that EKFAC corrects, a mask `[k]`."""
-        return np.repeat([layer.correctable for layer in self.layers], self.counts)
+        return np.repeat([layer.supports_ekfac for layer in self.layers], self.counts)
 
-    def inverse_of(self, choice: Inverse) -> Inverse:
+    def preconditioner_of(self, choice: BlockPreconditioner) -> BlockPreconditioner:
         """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
-        return self.block.inverse(choice)
+        return self.block.preconditioner(choice)
 
-    def moments(self, inverse: Inverse) -> Shape | None:
-        """Return the shape of one block's moments, or None if `inverse` takes no moments or no member has any."""
-        if self.correctable and self.inverse_of(inverse).takes_moments:
+    def moments(self, preconditioner: BlockPreconditioner) -> Shape | None:
+        """Return the shape of one block's moments. None if `preconditioner` takes none or no member has any."""
+        if self.supports_ekfac and self.preconditioner_of(preconditioner).takes_moments:
             return self.d_out, self.d_in
         return None
 
@@ -263,13 +263,13 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
 def check_factors(
     factors: object,
     layers: Layers,
-    inverse: Inverse | None = None,
+    preconditioner: BlockPreconditioner | None = None,
 ) -> None:
-    """Check that `factors` belong to `layers`, and with an `inverse` also the gradients and moments that it needs.
+    """Check that `factors` belong to `layers`, and contain all that `preconditioner` needs.
 
     Raises:
       ValueError: `factors` is not a `Factors`; its layers or shapes differ from the layers with factors; or, with an
-        `inverse`, gradients or moments are missing, have another shape, or are not used by the `inverse`.
+        `preconditioner`, gradients or moments are missing, have another shape, or are not used by the `preconditioner`.
     """
     if not isinstance(factors, Factors):
         how = "factors = kfac.statistics(loss_fn, layers)(params, batch)"
@@ -279,7 +279,7 @@ def check_factors(
         )
     how = "they must be of the layers of this optimizer"
     check_by_layer("factors", factors, layers.with_factors, how)
-    if inverse is None:
+    if preconditioner is None:
         return
     expected: dict[str, Shape] = {}
     for layer in layers.with_gradient_factors:
@@ -292,4 +292,4 @@ def check_factors(
                 f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"
             )
     for layer in layers.with_factors:
-        inverse.check(layer, factors[layer.name])
+        preconditioner.check(layer, factors[layer.name])

@@ -14,14 +14,19 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._curvature.eigh import block_eigenvalues, decompose_factors, eigenvalues
-from kfac._curvature.inverse import Inverse, aligned, identities, product
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    aligned,
+    identities,
+    product,
+)
 from kfac._factors import Kronecker, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are split into halves; smaller leaves gain little and take time to compile
 
 
 @dataclasses.dataclass(frozen=True)
-class Cholesky(Inverse):
+class Cholesky(BlockPreconditioner):
     """`(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1`: both factors inverted, with factored Tikhonov damping.
 
     Here `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015, section 6.3). A changed damping takes effect
@@ -30,7 +35,7 @@ class Cholesky(Inverse):
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the inverses are also stored in bfloat16. They are always computed in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `Inverse`.
+      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
       ValueError: `precision` is not an accepted value, or `relative` is not a bool.
@@ -42,32 +47,32 @@ class Cholesky(Inverse):
 
     def init(self, factors):
         """Return identities in the shapes of `A` and `G`."""
-        dtype = self.kept_dtype(factors.A.dtype)
+        dtype = self.state_dtype(factors.A.dtype)
         return Kronecker(
             identities(factors.A.shape, dtype), identities(factors.G.shape, dtype)
         )
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """Invert both damped factors."""
         on_a, on_g = split_damping(factors, damping)
-        a, condition_a = invert_damped(factors.A, on_a, kept.A.dtype)
-        g, condition_g = invert_damped(factors.G, on_g, kept.G.dtype)
+        a, condition_a = invert_damped(factors.A, on_a, state.A.dtype)
+        g, condition_g = invert_damped(factors.G, on_g, state.G.dtype)
         usable = (condition_a > 0) & (condition_g > 0)
         condition = jnp.where(usable, jnp.maximum(condition_a, condition_g), 0)
         return Kronecker(a, g), condition
 
-    def apply(self, kept, matrices, damping):
+    def apply(self, state, matrices, damping):
         """Return `G^-1 V A^-1`."""
         # The inverses contain the damping of their refresh.
-        dtype = kept.A.dtype
+        dtype = state.A.dtype
         wide = matrices.dtype
         # Compute the transpose, because most kernels and their gradients have the output axis last in memory.
-        left = "ka,kac->kac" if is_diagonal(kept.A) else "kab,kbc->kac"
-        half = product(left, self.precision, dtype, wide, kept.A, matrices.mT)
-        right = "kac,kc->kac" if is_diagonal(kept.G) else "kac,kcd->kad"
-        return product(right, self.precision, dtype, wide, half, kept.G).mT
+        left = "ka,kac->kac" if is_diagonal(state.A) else "kab,kbc->kac"
+        half = product(left, self.precision, dtype, wide, state.A, matrices.mT)
+        right = "kac,kc->kac" if is_diagonal(state.G) else "kac,kcd->kad"
+        return product(right, self.precision, dtype, wide, half, state.G).mT
 
-    def spectrum(self, kept, factors, damping):
+    def spectrum(self, state, factors, damping):
         """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
         basis = decompose_factors(factors, factors.A.dtype)

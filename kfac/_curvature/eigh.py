@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kfac._curvature.inverse import (
-    Inverse,
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
     aligned,
     damping_of_blocks,
     identities,
@@ -21,7 +21,7 @@ from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
 @dataclasses.dataclass(frozen=True)
-class Eigh(Inverse):
+class Eigh(BlockPreconditioner):
     """`(A (x) G + l I)^-1` exactly: `Q_G [(Q_G^T V Q_A) / (l_G l_A^T + l)] Q_A^T`.
 
     The damping `l` is the current step's damping, even if the decompositions `A = Q_A diag(l_A) Q_A^T` are older. The
@@ -32,7 +32,7 @@ class Eigh(Inverse):
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the eigenvectors are also stored in bfloat16. Decompositions are always computed
         in float32, and eigenvalues are stored in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `Inverse`.
+      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
       ValueError: `precision` is not an accepted value, or `relative` is not a bool.
@@ -48,33 +48,33 @@ class Eigh(Inverse):
 
     def init(self, factors):
         """Return identities. A diagonal factor has eigenvalues only."""
-        dtype = self.kept_dtype(factors.A.dtype)
+        dtype = self.state_dtype(factors.A.dtype)
         return Kronecker(
             identity_basis(factors.A, dtype), identity_basis(factors.G, dtype)
         )
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """Decompose both factors."""
         # The new decompositions do not depend on the old state.
-        new = decompose_factors(factors, self.kept_dtype(factors.A.dtype))
+        new = decompose_factors(factors, self.state_dtype(factors.A.dtype))
         a = eigenvalue_range(eigenvalues(new.A))
         g = eigenvalue_range(eigenvalues(new.G))
         return new, condition_of(a, g, damping)
 
-    def spectrum(self, kept, factors, damping):
+    def spectrum(self, state, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
         basis = decompose_factors(factors, factors.A.dtype)
         return basis, block_eigenvalues(basis) + damping[:, None, None]
 
-    def apply(self, kept, matrices, damping):
+    def apply(self, state, matrices, damping):
         """Divide the gradients by the damped eigenvalues in the eigenbasis."""
-        factors = Kronecker(eigenvalues(kept.A), eigenvalues(kept.G))
+        factors = Kronecker(eigenvalues(state.A), eigenvalues(state.G))
         damping = damping_of_blocks(self, factors, damping)
-        values = block_eigenvalues(kept)
+        values = block_eigenvalues(state)
         damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
-        scaled = rotate(matrices, kept, self.precision, back=False)
+        scaled = rotate(matrices, state, self.precision, back=False)
         scaled = scaled / (values + per_block(damping, values))
-        return rotate(scaled.astype(matrices.dtype), kept, self.precision, back=True)
+        return rotate(scaled.astype(matrices.dtype), state, self.precision, back=True)
 
 
 def identity_basis(
@@ -120,16 +120,16 @@ def eigenvalues(side: Eigen | Array) -> Array:
     return side.values if isinstance(side, Eigen) else side
 
 
-def block_eigenvalues(inverse: Kronecker) -> Array:
+def block_eigenvalues(state: Kronecker) -> Array:
     """Return the blocks' eigenvalues `[k, d_out, d_in]`.
 
     They are the moments for blocks that have received any, otherwise `l_G l_A^T`, the eigenvalues of `A (x) G`.
     """
-    products = eigenvalues(inverse.G)[:, :, None] * eigenvalues(inverse.A)[:, None, :]
-    if inverse.moments is None:
+    products = eigenvalues(state.G)[:, :, None] * eigenvalues(state.A)[:, None, :]
+    if state.moments is None:
         return products
-    has_moments = inverse.moments.weight[:, None, None] > 0
-    return jnp.where(has_moments, inverse.moments.average, products)
+    has_moments = state.moments.weight[:, None, None] > 0
+    return jnp.where(has_moments, state.moments.average, products)
 
 
 class EigenvalueRange(NamedTuple):
@@ -162,7 +162,7 @@ def condition_of(
 
 def rotate(
     matrices: Array,
-    inverse: Kronecker,
+    state: Kronecker,
     precision: str,
     *,
     back: bool,
@@ -185,7 +185,7 @@ def rotate(
         aligned_basis = jax.tree.map(aligned, basis)
         return by_products(aligned(matrices), aligned_basis)[:, :rows, :columns]
 
-    basis = Kronecker(_vectors(inverse.A), _vectors(inverse.G))
+    basis = Kronecker(_vectors(state.A), _vectors(state.G))
     return lax.platform_dependent(
         matrices, basis, cuda=by_aligned_products, default=by_products
     )

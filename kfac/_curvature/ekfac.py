@@ -18,7 +18,7 @@ from kfac._curvature.eigh import (
     condition_of,
     eigenvalue_range,
 )
-from kfac._curvature.inverse import averaged
+from kfac._curvature.preconditioner import averaged
 from kfac._factors import Eigen, Kronecker
 
 
@@ -35,21 +35,21 @@ class Moments(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ekfac(Eigh):
+class EKFAC(Eigh):
     """Corrected eigenvalues: `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with second moments `s` of per-example gradients.
 
     `s` is the running average of the squared per-example gradients in the factors' eigenbasis. `s` is updated with all
     statistics, and transformed to the new basis at each refresh. A layer has no such moments if it has a diagonal
-    factor, several uses or unknown examples, or if its kernel is cut into pieces (`find_layers(max_dim=8192)` keeps
-    oblong kernels whole). For these layers, and before a layer's first moments, `s` is `l_G l_A^T` as with `Eigh`.
-    Statistics must contain the moments:
-    `kfac.value_and_grad(loss_fn, layers)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))`.
+    factor, several uses or unknown examples, or if its kernel is cut into pieces (`find_layers(max_factor_dim=8192)`
+    keeps oblong kernels whole). For these layers, and before a layer's first moments, `s` is `l_G l_A^T` as with
+    `Eigh`. Statistics must contain the moments: `kfac.value_and_grad(loss_fn, layers)(params, batch,
+    basis=kfac.curvature.eigenbasis(opt_state, layers))`.
 
     Args:
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the eigenvectors are also stored in bfloat16. Decompositions are always computed
         in float32, and eigenvalues are stored in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `Inverse`.
+      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
       ValueError: `precision` is not an accepted value, or `relative` is not a bool.
@@ -63,60 +63,60 @@ class Ekfac(Eigh):
 
     def init(self, factors):
         """Return the state of `Eigh`, with zero moments if any block has moments."""
-        inverse = super().init(factors)
+        state = super().init(factors)
         if factors.moments is None:
-            return inverse
+            return state
         weight = jnp.zeros_like(factors.moments[:, 0, 0])
-        return dataclasses.replace(inverse, moments=Moments(factors.moments, weight))
+        return dataclasses.replace(state, moments=Moments(factors.moments, weight))
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """Decompose both factors, and transform the moments to the new basis."""
-        new, condition = super().refresh(kept, factors, damping)
-        if kept.moments is None:
+        new, condition = super().refresh(state, factors, damping)
+        if state.moments is None:
             return new, condition
-        average = between_bases(kept.moments.average, kept, new)
-        new = dataclasses.replace(new, moments=kept.moments._replace(average=average))
+        average = between_bases(state.moments.average, state, new)
+        new = dataclasses.replace(new, moments=state.moments._replace(average=average))
         values = block_eigenvalues(new).reshape(len(damping), -1)
         one = EigenvalueRange(1.0, 1.0)
         return new, condition_of(eigenvalue_range(values), one, damping)
 
-    def spectrum(self, kept, factors, damping):
+    def spectrum(self, state, factors, damping):
         """Return the stored eigenvectors and the damped moments.
 
         Blocks without moments have products `(q_A^T A q_A) (q_G^T G q_G)` along the stored eigenvectors instead.
         """
-        if kept is None or kept.moments is None:
-            return super().spectrum(kept, factors, damping)
+        if state is None or state.moments is None:
+            return super().spectrum(state, factors, damping)
 
         def along(side, factor):
             q = side.vectors.astype(factor.dtype)
             values = jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision="highest")
             return Eigen(q, values)
 
-        basis = Kronecker(along(kept.A, factors.A), along(kept.G, factors.G))
-        values = block_eigenvalues(dataclasses.replace(basis, moments=kept.moments))
+        basis = Kronecker(along(state.A, factors.A), along(state.G, factors.G))
+        values = block_eigenvalues(dataclasses.replace(basis, moments=state.moments))
         return basis, values + damping[:, None, None]
 
-    def absorb(self, kept, moments, decay, taken):
+    def update_moments(self, state, moments, decay, taken):
         """Update the running average of the moments."""
-        old = kept.moments
+        old = state.moments
         average, weight = averaged(old.average, old.weight, moments, decay, taken)
-        return dataclasses.replace(kept, moments=Moments(average, weight))
+        return dataclasses.replace(state, moments=Moments(average, weight))
 
-    def basis(self, kept):
+    def basis(self, state):
         """Return the eigenvectors, or None for a stack without moments."""
-        if kept.moments is None:
+        if state.moments is None:
             return None
-        return Kronecker(kept.A.vectors, kept.G.vectors)
+        return Kronecker(state.A.vectors, state.G.vectors)
 
     def check(self, layer, block):
         """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
-        if not layer.correctable:
+        if not layer.supports_ekfac:
             return
         if block.moments is None:
             how = "value_and_grad(...)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
             raise ValueError(
-                f"factors of layer {layer.name!r} have no moments, which inverse={self!r} needs: {how}"
+                f"factors of layer {layer.name!r} have no moments, which preconditioner={self!r} needs: {how}"
             )
         shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
         check_shapes(f"factors of layer {layer.name!r}", block, {"moments": shape})

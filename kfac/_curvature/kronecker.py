@@ -43,7 +43,9 @@ class KroneckerKind(BlockKind):
                 remarks.append(f"{cut} blocks")
             return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
-        return cell("A", layer.d_in, layer.cut[0]), cell("G", layer.d_out, layer.cut[1])
+        return cell("A", layer.d_in, layer.num_blocks[0]), cell(
+            "G", layer.d_out, layer.num_blocks[1]
+        )
 
     def stack(self, layer, block):
         """Stack the blocks in the order in which `Layer.to_pieces` returns the pieces.
@@ -54,7 +56,7 @@ class KroneckerKind(BlockKind):
             block = jax.tree.map(lambda x: x[None], block)
         if layer.pieces == 1:
             return block
-        cut_a, cut_g = layer.cut
+        cut_a, cut_g = layer.num_blocks
         a = _with_pieces(layer, "A", block.A)[:, None]
         g = _with_pieces(layer, "G", block.G)[:, :, None]
         a = jnp.repeat(a, cut_g, axis=1)
@@ -63,7 +65,7 @@ class KroneckerKind(BlockKind):
 
     def unstack(self, layer, stack):
         if layer.pieces > 1:
-            cut_a, cut_g = layer.cut
+            cut_a, cut_g = layer.num_blocks
             a = stack.A.reshape(layer.copies, cut_g, cut_a, *stack.A.shape[1:])
             g = stack.G.reshape(layer.copies, cut_g, cut_a, *stack.G.shape[1:])
             a = _without_pieces(layer, "A", a[:, 0])
@@ -93,7 +95,7 @@ class KroneckerKind(BlockKind):
 
     def to_send(self, layer, packed, fill):
         flat = packed.flat
-        for side, count in zip("AG", layer.cut, strict=True):
+        for side, count in zip("AG", layer.num_blocks, strict=True):
             if side in layer.diagonal and count > 1:
                 diagonal = getattr(flat, side)[..., 0, :]
                 pieces = _pieces_of_diagonal(layer, side, diagonal)
@@ -116,7 +118,7 @@ def _with_pieces(
     x: Array,
 ) -> Array:
     """Insert an axis for pieces after the copies into one side `[copies, ...]`, whole or packed."""
-    if pieces_along(side, layer.cut) == 1:
+    if pieces_along(side, layer.num_blocks) == 1:
         return x[:, None]
     return _pieces_of_diagonal(layer, side, x) if x.ndim == 2 else x
 
@@ -140,5 +142,5 @@ def _pieces_of_diagonal(
 ) -> Array:
     """Cut a diagonal `[..., d]` into pieces `[..., pieces, rows]`, the last padded with zeros."""
     (size,) = layer.side_shapes[side]
-    count = pieces_along(side, layer.cut)
+    count = pieces_along(side, layer.num_blocks)
     return in_blocks(diagonal[..., None, :size], count)[..., 0, :]

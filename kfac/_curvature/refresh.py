@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kfac._curvature.inverse import Inverse, damping_of_blocks, finite
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    damping_of_blocks,
+    finite,
+)
 from kfac._factors import Block, per_block
-from kfac._varying import PyTree, as_varying, varying_axes
+from kfac._mesh import PyTree, as_varying, varying_axes
 
 RETRY = 10.0  # the factor on the damping when a failed block is tried again
 
@@ -27,19 +31,19 @@ class Refreshed(NamedTuple):
     """The result of refreshing `k` blocks.
 
     Attributes:
-      inverse: the state. A block that is not `valid` has its old state.
+      preconditioner: the state. A block that is not `valid` has its old state.
       valid: whether each block's state is new, `[k]`.
-      condition: the condition numbers from `Inverse.refresh`, `[k]`; 0 for blocks that are not valid.
+      condition: the condition numbers from `BlockPreconditioner.refresh`, `[k]`; 0 for blocks that are not valid.
     """
 
-    inverse: PyTree
+    preconditioner: PyTree
     valid: Array
     condition: Array
 
 
 def refresh(
-    inverse: Inverse,
-    kept: PyTree,
+    preconditioner: BlockPreconditioner,
+    state: PyTree,
     factors: Block,
     wanted: Array,
     damping: Array,
@@ -52,20 +56,20 @@ def refresh(
     state. A non-finite new state counts as a failure and is never returned.
 
     Args:
-      inverse: the preconditioner.
-      kept: the old state, stacks of `k` blocks.
+      preconditioner: the preconditioner.
+      state: the old state, stacks of `k` blocks.
       factors: the averaged factors.
       wanted: which blocks to refresh, `[k]`.
       damping: a scalar.
     """
     damping = jnp.asarray(damping, jax.tree.leaves(factors)[0].dtype)
-    arguments = (kept, factors, wanted, damping)
+    arguments = (state, factors, wanted, damping)
     arguments = as_varying(arguments, varying_axes(arguments))
     size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(factors))
     # With equal portions, the last two portions overlap only little.
     portions = -(-len(wanted) // max(1, TOGETHER // size))
     width = -(-len(wanted) // portions)
-    return in_portions(functools.partial(_refresh, inverse), width, *arguments)
+    return in_portions(functools.partial(_refresh, preconditioner), width, *arguments)
 
 
 def once_if(
@@ -117,9 +121,9 @@ def one_by_one(
 
 
 def _refresh(
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     width: int,
-    kept: PyTree,
+    state: PyTree,
     factors: Block,
     wanted: Array,
     damping: Array,
@@ -128,7 +132,7 @@ def _refresh(
     k = len(wanted)
     # If `width` does not divide `k`, the last portion starts earlier. Blocks that are already refreshed are skipped.
     starts = np.minimum(np.arange(0, k, width), k - width)
-    attempts = [1.0, RETRY] if inverse.damped else [1.0]
+    attempts = [1.0, RETRY] if preconditioner.damped else [1.0]
     scales = np.repeat(np.asarray(attempts, np.float32), len(starts))
 
     def turn(progress, now):
@@ -146,8 +150,8 @@ def _refresh(
 
         def attempt():
             averages = rows(factors)
-            amount = scale * damping_of_blocks(inverse, averages, damping)
-            return _refresh_portion(inverse, old, averages, unfinished, amount)
+            amount = scale * damping_of_blocks(preconditioner, averages, damping)
+            return _refresh_portion(preconditioner, old, averages, unfinished, amount)
 
         new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
 
@@ -157,14 +161,14 @@ def _refresh(
         return jax.tree.map(written, progress, new), None
 
     none = jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)
-    begin = (kept, as_varying(none, varying_axes(wanted)))
+    begin = (state, as_varying(none, varying_axes(wanted)))
     turns = (np.tile(starts, len(attempts)), scales)
-    (kept, condition), _ = lax.scan(turn, begin, turns)
-    return Refreshed(kept, condition > 0, condition)
+    (state, condition), _ = lax.scan(turn, begin, turns)
+    return Refreshed(state, condition > 0, condition)
 
 
 def _refresh_portion(
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     old: tuple[PyTree, Array],
     factors: Block,
     unfinished: Array,
@@ -173,7 +177,7 @@ def _refresh_portion(
     """Refresh the `unfinished` blocks in a portion.
 
     Args:
-      inverse: the preconditioner.
+      preconditioner: the preconditioner.
       old: the portion's state and condition numbers.
       factors: the averaged factors.
       unfinished: which blocks to refresh.
@@ -183,7 +187,7 @@ def _refresh_portion(
       The new state and condition numbers. Blocks that fail have the old ones.
     """
     state, condition = old
-    result = inverse.refresh(state, factors, damping)
+    result = preconditioner.refresh(state, factors, damping)
     new, new_condition = as_varying(result, varying_axes(old))
     usable = unfinished & (new_condition > 0)
     for leaf in jax.tree.leaves(new):

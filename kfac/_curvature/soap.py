@@ -12,8 +12,13 @@ from jax import Array, lax
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import EigenvalueRange, condition_of, eigenvalue_range, rotate
-from kfac._curvature.inverse import Inverse, averaged, cosine, identities
 from kfac._curvature.orthonormal import orthonormal
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    averaged,
+    cosine,
+    identities,
+)
 from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 
 
@@ -32,10 +37,10 @@ class Adam(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Soap(Inverse):
+class SOAP(BlockPreconditioner):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
 
-    `v` is the running average of the squared batch gradients in the eigenbasis, whereas `Ekfac` averages squared
+    `v` is the running average of the squared batch gradients in the eigenbasis, whereas `EKFAC` averages squared
     per-example gradients. Every step's gradient updates `v`, with or without statistics. If a refresh changes the order
     of the eigenvectors, the entries of `v` change their order too. `V` is the gradients' momentum. It is stored in the
     eigenbasis and transformed at each refresh, so a step takes four matrix products.
@@ -90,39 +95,39 @@ class Soap(Inverse):
         adam = Adam(average, average[:, 0, 0], jnp.zeros_like(average))
         return Kronecker(identity(factors.A), identity(factors.G), adam)
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
-        a = orthogonal_iteration(kept.A, factors.A)
-        g = orthogonal_iteration(kept.G, factors.G)
-        average = _reorder(kept.moments.average, a.order, 1)
+        a = orthogonal_iteration(state.A, factors.A)
+        g = orthogonal_iteration(state.G, factors.G)
+        average = _reorder(state.moments.average, a.order, 1)
         average = _reorder(average, g.order, 2)
         new = Kronecker(a.basis, g.basis, None)
-        trace = self._rotated(kept, kept.moments.trace, back=True)
+        trace = self._rotated(state, state.moments.trace, back=True)
         trace = self._rotated(new, trace, back=False)
-        moments = kept.moments._replace(average=average, trace=trace)
+        moments = state.moments._replace(average=average, trace=trace)
         condition = condition_of(a.range, g.range, damping)
         return dataclasses.replace(new, moments=moments), condition
 
-    def advance(self, kept, matrices, damping, momentum, ready):
+    def precondition_momentum(self, state, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
-        old = kept.moments
-        new = self._rotated(kept, matrices, back=False)
+        old = state.moments
+        new = self._rotated(state, matrices, back=False)
         decay = jnp.asarray(self.decay)
         squares = jnp.square(new)
         average, weight = averaged(old.average, old.weight, squares, decay, ready)
         trace, ahead = momentum.moved(old.trace, new)
         scaled = self._scaled(average, ahead, damping)
         scaled = jnp.where(per_block(ready, ahead), scaled, ahead)
-        moved = self._rotated(kept, scaled.astype(matrices.dtype), back=True)
+        moved = self._rotated(state, scaled.astype(matrices.dtype), back=True)
         angle = cosine(self._scaled(old.average, old.trace, damping), new)
         adam = Adam(average, weight, trace)
-        return dataclasses.replace(kept, moments=adam), moved, angle
+        return dataclasses.replace(state, moments=adam), moved, angle
 
-    def apply(self, kept, matrices, damping):
+    def apply(self, state, matrices, damping):
         """Divide the gradients by the root of the moments in the eigenbasis."""
-        rotated = self._rotated(kept, matrices.mT, back=False)
-        scaled = self._scaled(kept.moments.average, rotated, damping)
-        return self._rotated(kept, scaled.astype(matrices.dtype), back=True).mT
+        rotated = self._rotated(state, matrices.mT, back=False)
+        scaled = self._scaled(state.moments.average, rotated, damping)
+        return self._rotated(state, scaled.astype(matrices.dtype), back=True).mT
 
     def _scaled(self, average, matrices, damping):
         # The smallest damping is for blocks with zero gradients for long, or from the start.
@@ -131,12 +136,12 @@ class Soap(Inverse):
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
         return matrices / jnp.sqrt(average + damping.astype(average.dtype))
 
-    def _rotated(self, kept, matrices, *, back):
+    def _rotated(self, state, matrices, *, back):
         # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
         def rounded(x):
-            return x.astype(self.kept_dtype(x.dtype))
+            return x.astype(self.state_dtype(x.dtype))
 
-        basis = jax.tree.map(rounded, Kronecker(kept.G, kept.A))
+        basis = jax.tree.map(rounded, Kronecker(state.G, state.A))
         return rotate(matrices, basis, self.precision, back=back)
 
 

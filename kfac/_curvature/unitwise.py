@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kfac._curvature.inverse import Inverse, identities
+from kfac._curvature.preconditioner import BlockPreconditioner, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
 from kfac._layers import BlockKind
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelInverse(Inverse):
+class ChannelPreconditioner(BlockPreconditioner):
     """`(F + l I)^-1 v` for every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
 
     A layer's channels form one block. The block fails if a channel is not positive definite after damping. The block's
@@ -24,10 +24,10 @@ class ChannelInverse(Inverse):
 
     def init(self, factors):
         """Return identities shaped like the statistics."""
-        dtype = self.kept_dtype(factors.F.dtype)
+        dtype = self.state_dtype(factors.F.dtype)
         return Channels(identities(factors.F.shape, dtype), self)
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """Invert all channels in closed form."""
         blocks = factors.F
         invert = _inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2
@@ -35,10 +35,10 @@ class ChannelInverse(Inverse):
         condition = inverse.condition
         usable = jnp.all(inverse.definite & jnp.isfinite(condition), axis=1)
         worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
-        new = inverse.blocks.astype(kept.F.dtype)
-        return dataclasses.replace(kept, F=new), worst
+        new = inverse.blocks.astype(state.F.dtype)
+        return dataclasses.replace(state, F=new), worst
 
-    def spectrum(self, kept, factors, damping):
+    def spectrum(self, state, factors, damping):
         """Decompose each channel."""
         values, vectors = jnp.linalg.eigh(factors.F)
         # Rounding can make eigenvalues of a second moment negative.
@@ -46,10 +46,12 @@ class ChannelInverse(Inverse):
         basis = Kronecker(Eigen(vectors, values), jnp.ones_like(values[..., :1]))
         return basis, values[..., None, :] + damping[:, None, None, None]
 
-    def apply(self, kept, matrices, damping):
+    def apply(self, state, matrices, damping):
         """Multiply each channel by its inverse, in float32 or better."""
         # The inverses contain the damping at their refresh.
-        return jnp.sum(kept.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
+        return jnp.sum(
+            state.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1
+        )
 
 
 class Inverted(NamedTuple):
@@ -109,9 +111,9 @@ def _inverse_2x2(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Channels(Unitwise):
-    """The state of `ChannelInverse`: the inverses, and the `ChannelInverse` that computed them."""
+    """The state of `ChannelPreconditioner`: the inverses, and the `ChannelPreconditioner` that computed them."""
 
-    inverse: ChannelInverse = dataclasses.field(metadata={"static": True})
+    preconditioner: ChannelPreconditioner = dataclasses.field(metadata={"static": True})
 
 
 class UnitwiseKind(BlockKind):
@@ -127,6 +129,6 @@ class UnitwiseKind(BlockKind):
         """Return the squared gradients as 1 x 1 blocks."""
         return Unitwise(jnp.square(gradients.mT)[..., None])
 
-    def inverse(self, inverse):
-        """Return the closed-form inverse with the same `precision` and `relative` as `inverse`."""
-        return ChannelInverse(inverse.precision, inverse.relative)
+    def preconditioner(self, preconditioner):
+        """Return the closed-form inverse with the same `precision` and `relative` as `preconditioner`."""
+        return ChannelPreconditioner(preconditioner.precision, preconditioner.relative)

@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kfac._distributed.owners import Shard
-from kfac._distributed.segments import Segments, make_buckets, make_segments
+from kfac._distributed.message_layout import (
+    MessageLayout,
+    make_buckets,
+    make_message_layout,
+)
+from kfac._distributed.owners import BlockAssignment
+from kfac._mesh import Axes, as_varying, varying_axes
 from kfac._packing import cut
-from kfac._varying import Axes, as_varying, varying_axes
 
 Stacks = dict[str, Array]
-Shards = Mapping[str, Shard]
+BlockAssignments = Mapping[str, BlockAssignment]
 
 
 # The key of the remainders' segments among the groups' names in a message.
@@ -36,7 +40,7 @@ def _fused(
 
 def means_to_owners(
     stacks: Stacks,
-    shards: Shards,
+    assignments: BlockAssignments,
     owners: Axes,
     buckets: int,
     replicas: Axes,
@@ -48,7 +52,7 @@ def means_to_owners(
 
     Args:
       stacks: `[blocks, ...]` for each group.
-      shards: how each group is dealt to devices. A group without a shard goes to all devices.
+      assignments: how each group is dealt to devices. A group without a shard goes to all devices.
       owners: the axes over which blocks are dealt.
       buckets: into how many buckets the groups are divided.
       replicas: further axes to average over. Owners along these axes add up their sums.
@@ -58,15 +62,19 @@ def means_to_owners(
       the dtype of `stacks`. The means have this dtype or float32, whichever is wider.
     """
     flat = _flatten_blocks(stacks)
-    sizes = {name: x.size for name, x in flat.items() if name in shards}
+    sizes = {name: x.size for name, x in flat.items() if name in assignments}
     sums: Stacks = {}
     for names in make_buckets(sizes, buckets):
-        owned = _sums_to_owners({name: flat[name] for name in names}, shards, owners)
+        owned = _sums_to_owners(
+            {name: flat[name] for name in names}, assignments, owners
+        )
         if replicas:
             owned = _fused(lambda x: lax.psum(x, replicas), owned)
         sums |= owned
     axes = (*owners, *replicas)
-    everywhere = {name: x.reshape(-1) for name, x in flat.items() if name not in shards}
+    everywhere = {
+        name: x.reshape(-1) for name, x in flat.items() if name not in assignments
+    }
     sums |= _fused(lambda x: lax.psum(x, axes), everywhere)
     means = {}
     for name, x in stacks.items():
@@ -81,49 +89,51 @@ def _flatten_blocks(stacks: Stacks) -> Stacks:
     return {name: x.reshape(len(x), -1) for name, x in stacks.items()}
 
 
-def _segments_of(
+def _layout_of(
     flat: Stacks,
-    shards: Shards,
-) -> Segments:
+    assignments: BlockAssignments,
+) -> MessageLayout:
     """Return the layout of the remainders of groups `[blocks, elements]`."""
-    return make_segments(shards, {name: x.shape[1] for name, x in flat.items()})
+    return make_message_layout(
+        assignments, {name: x.shape[1] for name, x in flat.items()}
+    )
 
 
 def _sums_to_owners(
     flat: Stacks,
-    shards: Shards,
+    assignments: BlockAssignments,
     owners: Axes,
 ) -> Stacks:
     """Sum blocks over devices, and return this device's blocks.
 
     Args:
       flat: `[blocks, elements]` for each group.
-      shards: how each group is dealt to devices.
+      assignments: how each group is dealt to devices.
       owners: the axes over which blocks are dealt.
 
     Returns:
       A vector `[positions * elements]` for each group. A device without a remainder block has arbitrary numbers at the
       last position.
     """
-    segments = _segments_of(flat, shards)
-    devices = segments.devices
+    layout = _layout_of(flat, assignments)
+    devices = layout.devices
     sent = {}
     remainders = {}
     for name, x in flat.items():
         # Every device owns equally many of the first blocks.
-        even = shards[name].full * devices
+        even = assignments[name].full * devices
         remainders[name] = x[even:]
         if even:
             by_position = x[:even].reshape(-1, devices, x.shape[1])
             sent[name] = by_position.swapaxes(0, 1).reshape(devices, -1)
-    if segments.starts:
-        sent[REST] = _pack_remainders(remainders, segments)
+    if layout.starts:
+        sent[REST] = _pack_remainders(remainders, layout)
     owned = _fused(lambda x: lax.psum_scatter(x, owners), sent)
-    if not segments.starts:
+    if not layout.starts:
         return owned
-    segment = _collect_segment(owned.pop(REST), segments, owners)
-    for name, starts in segments.starts.items():
-        begin = of_this_device(starts, segments.room, owners)
+    segment = _collect_segment(owned.pop(REST), layout, owners)
+    for name, starts in layout.starts.items():
+        begin = of_this_device(starts, layout.room, owners)
         last = lax.dynamic_slice_in_dim(segment, begin, flat[name].shape[1])
         owned[name] = jnp.append(owned[name], last) if name in owned else last
     return owned
@@ -131,7 +141,7 @@ def _sums_to_owners(
 
 def gather_from_owners(
     owned: Stacks,
-    shards: Shards,
+    assignments: BlockAssignments,
     owners: Axes,
 ) -> Stacks:
     """Gather each device's `[positions, ...]` to all blocks `[blocks, ...]` on all devices.
@@ -142,30 +152,30 @@ def gather_from_owners(
     if not owned:
         return {}
     flat = _flatten_blocks(owned)
-    segments = _segments_of(flat, shards)
+    layout = _layout_of(flat, assignments)
     sent = {}
     for name, x in flat.items():
-        full = shards[name].full
+        full = assignments[name].full
         if full:
             sent[name] = x[:full].reshape(-1)
-    if segments.starts:
-        segment = _fill_segment(flat, segments, owners)
-        sent[REST] = _distribute_segment(segment, segments, owners)
+    if layout.starts:
+        segment = _fill_segment(flat, layout, owners)
+        sent[REST] = _distribute_segment(segment, layout, owners)
 
     # If `shard_map` tracks varying axes, mark the result as replicated. Under `vmap`, JAX has no such gather.
     to = "invarying" if varying_axes(lax.axis_index(owners)) else "varying"
     gathered = _fused(lambda x: lax.all_gather(x, owners, to=to), sent)
     segment_of = {}
-    if segments.starts:
-        segment_of = _unpack_remainders(gathered.pop(REST), segments)
+    if layout.starts:
+        segment_of = _unpack_remainders(gathered.pop(REST), layout)
     result = {}
     for name, x in flat.items():
         elements = x.shape[1]
         blocks = []
         if name in gathered:
-            by_device = gathered[name].reshape(segments.devices, -1, elements)
+            by_device = gathered[name].reshape(layout.devices, -1, elements)
             blocks.append(by_device.swapaxes(0, 1).reshape(-1, elements))
-        for device, start in segments.starts.get(name, {}).items():
+        for device, start in layout.starts.get(name, {}).items():
             block = segment_of[device][start : start + elements]
             blocks.append(block.reshape(-1, elements))
         result[name] = jnp.concatenate(blocks).reshape(-1, *owned[name].shape[1:])
@@ -192,26 +202,26 @@ def of_this_device(
 
 def _pack_remainders(
     remainders: Stacks,
-    segments: Segments,
+    layout: MessageLayout,
 ) -> Array:
     """Lay out the remainders' blocks for the reduce-scatter.
 
     Args:
       remainders: for each group the remainder's blocks, `[remainder, elements]`.
-      segments: their layout.
+      layout: their layout.
 
     Returns:
       `[devices, segments.width]`. Row `d` goes to device `d`: its segment's direct part, then a piece from each
       segment's rest.
     """
-    blocks: dict[int, list[Array]] = {device: [] for device in segments.lengths}
-    for name, starts in segments.starts.items():
+    blocks: dict[int, list[Array]] = {device: [] for device in layout.lengths}
+    for name, starts in layout.starts.items():
         parts = jnp.split(remainders[name].reshape(-1), len(starts))
         for device, block in zip(starts, parts, strict=True):
             blocks[device].append(block)
-    direct = segments.direct
-    devices = segments.devices
-    padded = [direct + devices * piece for piece in segments.pieces.values()]
+    direct = layout.direct
+    devices = layout.devices
+    padded = [direct + devices * piece for piece in layout.pieces.values()]
     *begins, end = itertools.accumulate(padded, initial=0)
     flat = _place_vectors([jnp.concatenate(x) for x in blocks.values()], begins, end)
     if not direct:
@@ -224,13 +234,13 @@ def _pack_remainders(
 
 def _unpack_remainders(
     rows: Array,
-    segments: Segments,
+    layout: MessageLayout,
 ) -> dict[int, Array]:
     """Undo `_pack_remainders`: return each device's segment, given the rows `[devices, width]`."""
-    direct = segments.direct
-    lengths = [segments.devices * piece for piece in segments.pieces.values()]
+    direct = layout.direct
+    lengths = [layout.devices * piece for piece in layout.pieces.values()]
     rests = cut(rows[:, direct:].T.reshape(-1), lengths)
-    whole_segments = dict(zip(segments.lengths, rests, strict=True))
+    whole_segments = dict(zip(layout.lengths, rests, strict=True))
     if direct:
         for device, rest in whole_segments.items():
             whole_segments[device] = jnp.concatenate([rows[device, :direct], rest])
@@ -239,57 +249,57 @@ def _unpack_remainders(
 
 def _collect_segment(
     owned: Array,
-    segments: Segments,
+    layout: MessageLayout,
     owners: Axes,
 ) -> Array:
     """Return this device's segment.
 
     Args:
       owned: this device's row `[segments.width]`: its segment's direct part, and a piece from each segment's rest.
-      segments: the layout.
+      layout: the layout.
       owners: the axes for the all-to-all.
     """
-    devices = segments.devices
-    width = segments.exchanged
+    devices = layout.devices
+    width = layout.exchanged
     if not width:
         return owned
-    direct, rest = jnp.split(owned, [segments.direct])
-    begins = [device * width for device in segments.pieces]
-    sent = _place_vectors(cut(rest, segments.pieces.values()), begins, devices * width)
+    direct, rest = jnp.split(owned, [layout.direct])
+    begins = [device * width for device in layout.pieces]
+    sent = _place_vectors(cut(rest, layout.pieces.values()), begins, devices * width)
     received = lax.all_to_all(sent, owners, 0, 0, tiled=True)
     return jnp.concatenate([direct, received.reshape(devices, width).T.reshape(-1)])
 
 
 def _fill_segment(
     flat: Stacks,
-    segments: Segments,
+    layout: MessageLayout,
     owners: Axes,
 ) -> Array:
     """Return this device's segment, given its blocks `[positions, elements]`."""
     # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
     longest = max(x.shape[1] for x in flat.values())
     dtype = jnp.result_type(*flat.values())
-    segment = as_varying(jnp.zeros(segments.room + longest, dtype), varying_axes(flat))
-    for name, starts in segments.starts.items():
-        begin = of_this_device(starts, segments.room, owners)
+    segment = as_varying(jnp.zeros(layout.room + longest, dtype), varying_axes(flat))
+    for name, starts in layout.starts.items():
+        begin = of_this_device(starts, layout.room, owners)
         last = flat[name][-1].astype(dtype)
         segment = lax.dynamic_update_slice_in_dim(segment, last, begin, 0)
-    return segment[: segments.room]
+    return segment[: layout.room]
 
 
 def _distribute_segment(
     segment: Array,
-    segments: Segments,
+    layout: MessageLayout,
     owners: Axes,
 ) -> Array:
     """Undo `_collect_segment`."""
-    devices = segments.devices
-    if not segments.exchanged:
+    devices = layout.devices
+    if not layout.exchanged:
         return segment
-    direct, rest = jnp.split(segment, [segments.direct])
+    direct, rest = jnp.split(segment, [layout.direct])
     sent = rest.reshape(-1, devices).T.reshape(-1)
     received = lax.all_to_all(sent, owners, 0, 0, tiled=True).reshape(devices, -1)
-    pieces = [received[device, :length] for device, length in segments.pieces.items()]
+    pieces = [received[device, :length] for device, length in layout.pieces.items()]
     return jnp.concatenate([direct, *pieces])
 
 

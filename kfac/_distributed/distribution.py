@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from kfac._checks import check_axis_name, check_type
-from kfac._distributed.ways import Way
-from kfac._varying import (
+from kfac._distributed.comm import CommContext
+from kfac._mesh import (
     AxisName,
     axis_names,
     axis_size,
@@ -37,11 +37,11 @@ class Distribution:
       mesh: the mesh for plain `jit` over sharded arrays. `init` and `update` then open their own `shard_map` over this
         mesh, and `factors` belong to the global batch, as `value_and_grad` under such a `jit` returns them. None for
         the parameters' mesh.
-      owners: the axes over which blocks are dealt. None for all axes. Devices along the other axes repeat the owners.
-        For example, with `Distribution(owners="gpu")` on axes `("node", "gpu")`, every node has an owner for each
-        block. Inverses and preconditioned gradients then stay inside a node. Only sums go between nodes, and each
-        device sends its share. Thus the choice of axes sets the fraction of devices that work on a layer, which trades
-        memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to `kfac.state.state_specs`, too.
+      owner_axes: the axes over which blocks are dealt. None for all axes. Devices along the other axes repeat the
+        owners. For example, with `Distribution(owner_axes="gpu")` on axes `("node", "gpu")`, every node has an owner
+        for each block. Inverses and preconditioned gradients then stay inside a node. Only sums go between nodes, and
+        each device sends its share. Thus the choice of axes sets the fraction of devices that work on a layer, which
+        trades memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to `kfac.state.state_specs`, too.
 
     Raises:
       ValueError: an argument is out of range.
@@ -49,12 +49,12 @@ class Distribution:
 
     axis_name: AxisName | None = None
     mesh: Mesh | AbstractMesh | None = None
-    owners: AxisName | None = None
+    owner_axes: AxisName | None = None
 
     def __post_init__(self):
         """Check the arguments."""
         check_axis_name(self.axis_name)
-        check_axis_name(self.owners, "owners")
+        check_axis_name(self.owner_axes, "owner_axes")
         if self.mesh is not None:
             check_type("mesh", self.mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
             axes = self.mesh.axis_names
@@ -63,10 +63,10 @@ class Distribution:
                     f"axis_name must be among the axes of mesh, {axes}, but is {self.axis_name!r}"
                 )
         named = axis_names(self.axis)
-        if self.axis is not None and not set(axis_names(self.owners)) <= set(named):
+        if self.axis is not None and not set(axis_names(self.owner_axes)) <= set(named):
             raise ValueError(
-                f"owners must be among the axes of devices, {named}, but is {self.owners!r}: name all "
-                "axes in axis_name=, and in owners= those that blocks are spread over"
+                f"owner_axes must be among the axes of devices, {named}, but is {self.owner_axes!r}: name all "
+                "axes in axis_name=, and in owner_axes= those that blocks are spread over"
             )
 
     @property
@@ -76,20 +76,20 @@ class Distribution:
             return tuple(self.mesh.axis_names)
         return self.axis_name
 
-    def way(
+    def comm(
         self,
         tree: Any,
-        dealt: bool,
-    ) -> tuple[Way, Mesh | AbstractMesh | None]:
+        sharded: bool,
+    ) -> tuple[CommContext, Mesh | AbstractMesh | None]:
         """Determine how blocks lie on devices in the present context.
 
         Args:
           tree: the arrays whose mesh is used if no axis and no mesh is given.
-          dealt: whether blocks have owners.
+          sharded: whether blocks have owners.
 
         Returns:
-          A `Way`, and the mesh over which a `shard_map` is still to be opened. The mesh is None if the axes are bound
-          or if there is no mesh.
+          A `CommContext`, and the mesh over which a `shard_map` is still to be opened. The mesh is None if the axes are
+          bound or if there is no mesh.
 
         Raises:
           ValueError: no axis is given, and JAX does not track here whether devices have the same parameters.
@@ -108,12 +108,12 @@ class Distribution:
         elif self.axis is None:
             seen = dataclasses.replace(self, mesh=mesh_of(tree))
         axes = axis_names(seen.axis)
-        way = Way(axes)
-        if dealt and axes:
-            way = Way(axes, axis_names(self.owners) or axes)
+        comm = CommContext(axes)
+        if sharded and axes:
+            comm = CommContext(axes, axis_names(self.owner_axes) or axes)
         if axis_size(axes) is not None:
-            return way, None
-        return way if way.owners else Way(), seen.mesh
+            return comm, None
+        return comm if comm.owners else CommContext(), seen.mesh
 
 
 def check_distribution(value: object) -> None:

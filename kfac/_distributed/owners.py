@@ -7,7 +7,7 @@ The last `K % D` blocks are the group's *remainder*. They go to as many devices,
 Gradients travel in every step, so the devices are chosen whose earlier remainder blocks have the fewest gradient
 elements. The most expensive groups are dealt first.
 
-A `Shard` has an entry for each remainder block, but no entry for each device.
+A `BlockAssignment` has an entry for each remainder block, but no entry for each device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kfac._packing import Shape
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class BlockAssignment:
     """How the blocks of a group are dealt to devices.
 
     A *slot* is a position on a device. Slots are numbered device by device: `device * positions + position`.
@@ -44,7 +44,7 @@ class Shard:
         return self.blocks // self.devices
 
     @property
-    def positions(self) -> int:
+    def slots(self) -> int:
         """Stack length on each device: `full`, or `full + 1` if there is a remainder."""
         return self.full + bool(self.owners)
 
@@ -56,27 +56,27 @@ class Shard:
         return device, position
 
     @property
-    def places(self) -> np.ndarray:
+    def block_to_slot(self) -> np.ndarray:
         """Each block's slot, `[blocks]`."""
         slots = np.zeros(self.blocks, np.int32)
         for block in range(self.blocks):
             device, position = self.location(block)
-            slots[block] = device * self.positions + position
+            slots[block] = device * self.slots + position
         return slots
 
     @property
-    def order(self) -> np.ndarray:
+    def slot_to_block(self) -> np.ndarray:
         """The block in each slot, `[devices * positions]`. An empty slot has block 0."""
-        order = np.zeros(self.devices * self.positions, np.int32)
-        order[self.places] = np.arange(self.blocks)
-        return order
+        slot_to_block = np.zeros(self.devices * self.slots, np.int32)
+        slot_to_block[self.block_to_slot] = np.arange(self.blocks)
+        return slot_to_block
 
     @property
-    def held(self) -> np.ndarray:
+    def slot_mask(self) -> np.ndarray:
         """Whether each slot holds a block, `[devices, positions]`."""
-        held = np.zeros(self.devices * self.positions, bool)
-        held[self.places] = True
-        return held.reshape(self.devices, -1)
+        slot_mask = np.zeros(self.devices * self.slots, bool)
+        slot_mask[self.block_to_slot] = True
+        return slot_mask.reshape(self.devices, -1)
 
 
 class Cost(NamedTuple):
@@ -121,15 +121,17 @@ def group_costs(groups: Sequence[Group]) -> list[Cost]:
     return [block_cost(group.name, group.size, group.shapes) for group in owned]
 
 
-def make_shards(
+def assign_blocks(
     costs: Iterable[Cost],
     devices: int,
-) -> dict[str, Shard]:
+) -> dict[str, BlockAssignment]:
     """Deal every group's blocks to devices, and return the shards by group name."""
-    shards = {}
+    assignments = {}
     load = np.zeros(devices, int)
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
         least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
         load[least] += cost.elements
-        shards[cost.name] = Shard(cost.blocks, devices, tuple(least.tolist()))
-    return shards
+        assignments[cost.name] = BlockAssignment(
+            cost.blocks, devices, tuple(least.tolist())
+        )
+    return assignments

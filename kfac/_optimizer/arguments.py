@@ -12,9 +12,9 @@ from kfac._checks import check_layers
 from kfac._factors import Factors
 from kfac._layers import Layer, Layers, leaf_alone
 from kfac._leaves import leaves_by_path
+from kfac._mesh import PyTree
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import has_masked
-from kfac._varying import PyTree
 
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 
@@ -82,7 +82,7 @@ def _without_hidden(layers: Layers, tree: PyTree) -> Layers:
             continue
         # Remove the homogeneous 1, the last row and column of `A`. If `A` is cut into blocks, keep `d_in`, so that
         # the blocks keep their shape: the last block then has zeros in place of the 1.
-        kernel = leaf_alone(layer, 0, layer.d_in - (layer.cut[0] == 1))
+        kernel = leaf_alone(layer, 0, layer.d_in - (layer.num_blocks[0] == 1))
         params = layer.params[1:]
         shapes = layer.shapes[1:]
         blocks += [kernel, Layer(params[0], "skipped", params, shapes)]

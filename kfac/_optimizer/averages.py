@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._curvature.inverse import averaged, finite
+from kfac._curvature.preconditioner import averaged, finite
 from kfac._curvature.refresh import once_if, refresh
-from kfac._distributed.ways import Way
+from kfac._distributed.comm import CommContext
 from kfac._factors import Average, Factors, Kronecker, Statistics
+from kfac._mesh import as_varying, device_axes, varying_axes
+from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import StepContext, join
-from kfac._optimizer.place import Config, Vectors
-from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import KfacState, check_blocks, shards_of
-from kfac._packing import filled, flatten, unflatten
-from kfac._varying import as_varying, device_axes, varying_axes
+from kfac._optimizer.flat_state import part_of, with_parts
+from kfac._optimizer.state import KfacState, assignments_of, check_blocks
+from kfac._packing import flatten, pad_to_devices, unflatten
 
 
 class Stacks(NamedTuple):
@@ -55,28 +55,30 @@ def observe_here(
       ValueError: the state is for another number of devices, it does not hold the blocks that this device owns, or the
         factors differ along axes of devices that `axis_name=` does not name.
     """
-    way = config.way
-    check_blocks(state, way.devices)
+    comm = config.comm
+    check_blocks(state, comm.devices)
     context = StepContext(config, state)
     left_out: Vectors = {}
     failed: Vectors = {}
     if statistics is None:
-        state, failed = refresh_inverses(way, state)
+        state, failed = refresh_inverses(comm, state)
         state = state._replace(refreshed=state.count)
     else:
         if isinstance(statistics, Factors):
-            way.check("factors", statistics)
+            comm.check("factors", statistics)
             statistics = average_over_devices(context, statistics)
         state, left_out = update_ema(context, statistics)
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
             due = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(way, state, due)
+            state, failed = refresh_inverses(comm, state, due)
             refreshed = jnp.where(due, state.count, state.refreshed)
             state = state._replace(refreshed=refreshed)
-        state = state._replace(measured=state.count, due=jnp.zeros((), bool))
-    counts = [count_blocks(way, state, left_out), count_blocks(way, state, failed)]
-    skipped, failures = way.total(jnp.stack(counts))
+        state = state._replace(
+            last_statistics_step=state.count, due=jnp.zeros((), bool)
+        )
+    counts = [count_blocks(comm, state, left_out), count_blocks(comm, state, failed)]
+    skipped, failures = comm.total(jnp.stack(counts))
     metrics = state.metrics._replace(
         skipped_statistics=state.metrics.skipped_statistics + skipped,
         failed_inversions=state.metrics.failed_inversions + failures,
@@ -87,18 +89,22 @@ def observe_here(
 def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     config = context.config
-    way = context.way
-    shards = context.shards
+    comm = context.comm
+    assignments = context.assignments
     gradients = stack_gradients(context, factors.gradients)
-    if not way.alone:
-        packed = stack_packed(config, factors, way.mean)
-        own = {name: shard for name, shard in shards.items() if name in gradients}
-        return Stacks(way.statistics(packed, shards), way.means(gradients, own))
+    if not comm.alone:
+        packed = stack_packed(config, factors, comm.mean)
+        own = {
+            name: assignment
+            for name, assignment in assignments.items()
+            if name in gradients
+        }
+        return Stacks(comm.statistics(packed, assignments), comm.means(gradients, own))
     combined = Factors({name: block.combined() for name, block in factors.items()})
     statistics = {}
     for group in config.groups:
         if group.captured:
-            moments = group.moments(config.inverse)
+            moments = group.moments(config.preconditioner)
             statistics[group.name] = group.stack_factors(combined, moments)
     return Stacks(statistics, gradients)
 
@@ -129,7 +135,7 @@ def stack_packed(
 
     def fill(flat):
         # Over a mesh all vectors are padded.
-        return flat if device_axes() else filled(flat)
+        return flat if device_axes() else pad_to_devices(flat)
 
     stacks = {}
     for group in config.groups:
@@ -140,7 +146,7 @@ def stack_packed(
             shapes = tuple(layer.side_shapes.values())
             packed = factors[layer.name].packed(shapes, mean, dtype)
             sent[layer.name] = group.block.to_send(layer, packed, fill)
-        moments = group.moments(config.inverse)
+        moments = group.moments(config.preconditioner)
         if moments is not None:
             moments = fill(jnp.zeros(math.prod(moments))).shape
         stack = group.stack_factors(Factors(sent), moments)
@@ -162,11 +168,11 @@ def update_ema(
       The new state, and for each group a mask `[k]` of this device's own blocks that ignored their statistics.
     """
     config = context.config
-    way = context.way
+    comm = context.comm
     state = context.state
-    age = jnp.maximum(state.count - state.measured, 1)
-    steps = jnp.where(state.measured < 0, 1, age)
-    decay = state.factor_decay.astype(jnp.result_type(float)) ** steps
+    age = jnp.maximum(state.count - state.last_statistics_step, 1)
+    steps = jnp.where(state.last_statistics_step < 0, 1, age)
+    decay = state.factor_ema_decay.astype(jnp.result_type(float)) ** steps
     left_out = {}
     for group in config.groups:
         name = group.name
@@ -187,23 +193,23 @@ def update_ema(
             corrected = context.take(name, jnp.asarray(group.corrected))
             # Before the first decomposition there is no eigenbasis in which moments could be kept.
             corrected &= block.condition > 0
-            inverse = config.inverse.absorb(
-                part_of(state, way, name, "inverse"),
+            preconditioner = config.preconditioner.update_moments(
+                part_of(state, comm, name, "preconditioner"),
                 statistics.moments,
                 decay,
                 taken & corrected,
             )
-            state = with_parts(state, way, name, inverse=inverse)
+            state = with_parts(state, comm, name, preconditioner=preconditioner)
             statistics = dataclasses.replace(statistics, moments=None)
-        old = group.scaled(part_of(state, way, name, "factors"), back=True)
+        old = group.scaled(part_of(state, comm, name, "factors"), back=True)
         average, weight = averaged(old, block.weight, statistics, decay, taken)
         factors = group.scaled(average)
-        state = with_parts(state, way, name, factors=factors, weight=weight)
+        state = with_parts(state, comm, name, factors=factors, weight=weight)
     return state, left_out
 
 
 def refresh_inverses(
-    way: Way,
+    comm: CommContext,
     state: KfacState,
     needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
@@ -212,20 +218,20 @@ def refresh_inverses(
     XLA updates the stacks in place.
 
     Args:
-      way: how blocks lie on devices.
+      comm: how blocks lie on devices.
       state: the state before.
       needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
-    shards = shards_of(state)
+    assignments = assignments_of(state)
     wanted = {}
     none_failed = {}
     for name, block in state.blocks.items():
         flags = block.weight > 0
-        if name in shards:
-            flags &= way.owns(shards[name])
+        if name in assignments:
+            flags &= comm.owns(assignments[name])
         if needed is not None:
             flags &= needed
         wanted[name] = flags
@@ -236,8 +242,8 @@ def refresh_inverses(
         new = old[0]
         failed = {}
         for name in wanted:
-            new, failed[name] = refresh_group(way, state, new, name, wanted[name])
-        return new._replace(bases=gather_bases(way, new)), failed
+            new, failed[name] = refresh_group(comm, state, new, name, wanted[name])
+        return new._replace(bases=gather_bases(comm, new)), failed
 
     if needed is None:
         return refreshed((state, none_failed))
@@ -245,7 +251,7 @@ def refresh_inverses(
 
 
 def refresh_group(
-    way: Way,
+    comm: CommContext,
     state: KfacState,
     new: KfacState,
     name: str,
@@ -254,7 +260,7 @@ def refresh_group(
     """Refresh the inverses of a group.
 
     Args:
-      way: how blocks lie on devices.
+      comm: how blocks lie on devices.
       state: the state before the refresh.
       new: the state with the groups that are already refreshed.
       name: the group's name.
@@ -264,41 +270,43 @@ def refresh_group(
       `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
     """
     block = state.blocks[name]
-    kept = part_of(new, way, name, "inverse")
-    inverse = state.settings.inverse
+    kept = part_of(new, comm, name, "preconditioner")
+    preconditioner = state.settings.preconditioner
     damping = state.observe_damping
     if name in state.shared:
-        inverse = kept.inverse
-        damping = damping * state.unitwise_damping
-    factors = part_of(new, way, name, "factors")
-    result = refresh(inverse, kept, factors, wanted, damping)
+        preconditioner = kept.preconditioner
+        damping = damping * state.unitwise_damping_scale
+    factors = part_of(new, comm, name, "factors")
+    result = refresh(preconditioner, kept, factors, wanted, damping)
     new = with_parts(
         new,
-        way,
+        comm,
         name,
-        inverse=result.inverse,
+        preconditioner=result.preconditioner,
         condition=jnp.where(result.valid, result.condition, block.condition),
         inverted=jnp.where(result.valid, state.count, block.inverted),
     )
     return new, wanted & ~result.valid
 
 
-def gather_bases(way: Way, state: KfacState) -> dict[str, Kronecker]:
+def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Kronecker]:
     """Gather the eigenvectors of blocks with moments from their owners to all devices."""
     sent = {}
     for name in state.bases:
-        basis = state.settings.inverse.basis(part_of(state, way, name, "inverse"))
+        basis = state.settings.preconditioner.basis(
+            part_of(state, comm, name, "preconditioner")
+        )
         sent[name] = flatten(basis)
-    received = way.gather(sent, shards_of(state))
+    received = comm.gather(sent, assignments_of(state))
     return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
 
 
 def count_blocks(
-    way: Way,
+    comm: CommContext,
     state: KfacState,
     flags: Vectors,
 ) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
-    first = jnp.asarray(lax.axis_index(way.owners) == 0)
+    first = jnp.asarray(lax.axis_index(comm.owners) == 0)
     counted = [x if name in state.owned else x & first for name, x in flags.items()]
     return jnp.sum(join(counted), dtype=jnp.int32)

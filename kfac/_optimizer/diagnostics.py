@@ -37,7 +37,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
       - `damping`: the damping of the last step.
       - `gradient_norm`, `preconditioned_norm`: 2-norms over the parameters with a curvature block.
       - `condition`: the largest condition number of all blocks, each at its last inversion. It refers to the damped
-        factors and the 1-norm; with `Eigh`, `Ekfac` and `Soap`, to the damped blocks and the 2-norm.
+        factors and the 1-norm; with `Eigh`, `EKFAC` and `SOAP`, to the damped blocks and the 2-norm.
       - `inverse_age`: steps since the oldest inverse in use was computed.
       - `statistics_age`: steps since the last statistics, or since the start. It keeps growing if the loop does not
         call `observe`.
@@ -45,19 +45,21 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
       - `skipped_steps`: the number of non-finite updates, including updates that an `optax.apply_if_finite` around the
         optimizer rejected.
       - `kl_clip_scale`: the scale of the last step's KL clip; 1 without a KL clip.
-      - `slowest`, `fastest`: the lowest and highest of the layers' learning-rate multipliers.
-      - `reduction_ratio`, `taken_back`: only with `adaptive_damping`, the last reduction ratio (NaN before the first
-        measurement) and the number of rejected steps.
+      - `min_layer_rate`, `max_layer_rate`: the lowest and highest of the layers' learning-rate multipliers.
+      - `reduction_ratio`, `rejected_steps`: only with `adaptive_damping`, the last reduction ratio (NaN before the
+        first measurement) and the number of rejected steps.
 
     Raises:
       ValueError: `opt_state` contains no K-FAC state, or more than one.
     """
     state = find_state(opt_state, "opt_state")
     scalars = state.metrics._asdict()
-    scalars["statistics_age"] = jnp.maximum(state.count - 1 - state.measured, 0)
+    scalars["statistics_age"] = jnp.maximum(
+        state.count - 1 - state.last_statistics_step, 0
+    )
     for adaptive in find_nodes(opt_state, AdaptiveDampingState):
         scalars["reduction_ratio"] = adaptive.reduction_ratio
-        scalars["taken_back"] = adaptive.taken_back
+        scalars["rejected_steps"] = adaptive.rejected_steps
     for guard in find_nodes(opt_state, optax.ApplyIfFiniteState):
         if find_nodes(guard, KfacState):
             # Updates that the guard rejects do not reach the preconditioner.
@@ -68,7 +70,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
 def statistics_due(opt_state: Any) -> Array:
     """Return whether to call `observe` before the next step.
 
-    `cost=` of `kfac.kfac`, or `statistics_every=` of `scale_by_kfac`, sets the interval::
+    `overhead=` of `kfac.kfac`, or `statistics_period=` of `scale_by_kfac`, sets the interval::
 
         if kfac.statistics_due(opt_state):
             opt_state = observe(opt_state, params, batch)
@@ -105,7 +107,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     if they are in another basis.
 
     Args:
-      source: a tree that holds a single state of an optimizer with `inverse=kfac.Ekfac()`, or a `Factors`, whose
+      source: a tree that holds a single state of an optimizer with `preconditioner=kfac.EKFAC()`, or a `Factors`, whose
         factors are then decomposed.
       layers: the layers that `find_layers` returned.
 
@@ -123,7 +125,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     if isinstance(source, Factors):
         check_factors(source, layers)
         for layer in layers:
-            if layer.correctable:
+            if layer.supports_ekfac:
                 block: Any = source[layer.name]
                 a = _eigenvectors(block.A)
                 g = _eigenvectors(block.G)
@@ -133,22 +135,23 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
     groups = group_layers(layers)
     check_groups(groups, state)
     for group in groups:
-        if not group.correctable:
+        if not group.supports_ekfac:
             continue
         stack = state.bases.get(group.name)
         blocks = state.owned[group.name].blocks
-        if stack is None and blocks.inverse is not None:
-            stack = state.settings.inverse.basis(blocks.inverse)
+        if stack is None and blocks.preconditioner is not None:
+            stack = state.settings.preconditioner.basis(blocks.preconditioner)
         if stack is None:
             raise ValueError(
-                f"source must be a state with inverse=kfac.Ekfac(), but is one with {state.settings.inverse!r}"
+                "source must be a state with preconditioner=kfac.EKFAC(), but is one with "
+                f"{state.settings.preconditioner!r}"
             )
         if stack.A.shape[0] != group.size:
             raise ValueError(
                 "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
             )
         for layer, part in group.split(stack):
-            if layer.correctable:
+            if layer.supports_ekfac:
                 basis[layer.name] = group.block.unstack(layer, part)
     return basis
 

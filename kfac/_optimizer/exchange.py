@@ -16,14 +16,14 @@ import optax
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import finite
-from kfac._distributed.owners import Shard
-from kfac._distributed.ways import Way
+from kfac._curvature.preconditioner import finite
+from kfac._distributed.comm import CommContext
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import per_block
 from kfac._leaves import leaves_by_path, map_by_path
-from kfac._optimizer.place import Config, Vectors
-from kfac._optimizer.state import KfacState, shards_of
-from kfac._varying import PyTree
+from kfac._mesh import PyTree
+from kfac._optimizer.config import Config, Vectors
+from kfac._optimizer.state import KfacState, assignments_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +39,21 @@ class StepContext:
     state: KfacState
 
     @property
-    def way(self) -> Way:
-        return self.config.way
+    def comm(self) -> CommContext:
+        return self.config.comm
 
     @functools.cached_property
-    def shards(self) -> dict[str, Shard]:
+    def assignments(self) -> dict[str, BlockAssignment]:
         """The assignment of each Kronecker group's blocks to devices."""
-        return shards_of(self.state)
+        return assignments_of(self.state)
 
     @functools.cached_property
     def owns(self) -> Vectors:
         """For each group `[positions]`: whether this device owns the block there; True for groups without owners."""
-        owns = {name: self.way.owns(shard) for name, shard in self.shards.items()}
+        owns = {
+            name: self.comm.owns(assignment)
+            for name, assignment in self.assignments.items()
+        }
         for group in self.config.shared:
             owns[group.name] = jnp.ones(group.size, bool)
         return owns
@@ -73,14 +76,14 @@ class StepContext:
 
     def take(self, name: str, stack: PyTree) -> PyTree:
         """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have."""
-        return self.way.take({name: stack}, self.shards)[name]
+        return self.comm.take({name: stack}, self.assignments)[name]
 
     def products(self, a: Vectors, b: Vectors) -> tuple[Array, Array]:
         """Return the inner product of `a` and `b` over this device's own blocks, and over the blocks that all hold."""
         owned = shared = jnp.zeros((), jnp.float32)
         for name, x in a.items():
             product = x * b[name]
-            if name in self.shards:
+            if name in self.assignments:
                 owned += jnp.sum(self.only_owned(name, product))
             else:
                 shared += jnp.sum(product)
@@ -89,7 +92,7 @@ class StepContext:
     def total_product(self, a: Vectors, b: Vectors) -> Array:
         """Return the inner product of `a` and `b` over all devices' blocks."""
         owned, shared = self.products(a, b)
-        return shared + self.way.total(owned)
+        return shared + self.comm.total(owned)
 
 
 class Gradients(NamedTuple):
@@ -132,7 +135,7 @@ class WholeGradients(StepContext):
         square = jnp.zeros((), jnp.float32)
         for x in matrices.values():
             square += jnp.sum(x * x)
-        return updates, self.way.take(matrices, self.shards), square
+        return updates, self.comm.take(matrices, self.assignments), square
 
     def receive_params(
         self,
@@ -141,7 +144,7 @@ class WholeGradients(StepContext):
     ) -> Vectors:
         """Return the parameters of the blocks that this device preconditions, for some groups."""
         matrices = self.stack(leaves_by_path(params.tree), groups)
-        return self.way.take(matrices, self.shards)
+        return self.comm.take(matrices, self.assignments)
 
     def send(
         self,
@@ -151,10 +154,10 @@ class WholeGradients(StepContext):
     ) -> tuple[Gradients, Array]:
         """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
         groups = self.config.groups
-        owned = {name: steps[name] for name in self.shards}
-        steps = steps | self.way.gather(owned, self.shards)
+        owned = {name: steps[name] for name in self.assignments}
+        steps = steps | self.comm.gather(owned, self.assignments)
         starts = starts_of(groups)
-        if self.way.alone and self.config.moves.set_lengths:
+        if self.comm.alone and self.config.scaling.set_lengths:
             usable, steps, starts = lax.platform_dependent(
                 usable,
                 steps,
@@ -181,11 +184,11 @@ class LocalGradients(WholeGradients):
         leaves = leaves_by_path(updates.tree)
         rest = {p: x for p, x in leaves.items() if p not in self.config.owned_paths}
         # A single message for the leaves that all devices precondition.
-        leaves |= self.way.mean(rest)
+        leaves |= self.comm.mean(rest)
         tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
         matrices = self.stack(leaves, self.config.groups)
-        owned = {name: matrices[name] for name in self.shards}
-        matrices |= self.way.means(owned, self.shards)
+        owned = {name: matrices[name] for name in self.assignments}
+        matrices |= self.comm.means(owned, self.assignments)
         return Gradients(tree), matrices, self.total_product(matrices, matrices)
 
 

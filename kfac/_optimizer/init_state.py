@@ -7,23 +7,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
-from kfac._distributed.owners import group_costs, make_shards
-from kfac._optimizer.moves import MomentumState
-from kfac._optimizer.place import Config
-from kfac._optimizer.segment import closed
+from kfac._distributed.owners import assign_blocks, group_costs
+from kfac._mesh import PyTree, as_varying, axis_size, varying_axes
+from kfac._optimizer.config import Config
+from kfac._optimizer.flat_state import closed
 from kfac._optimizer.state import (
     BlockState,
-    InverseState,
+    FlatState,
     KfacMetrics,
     KfacState,
     Owned,
-    Segment,
+    ParamSpecs,
+    PreconditionerState,
     Settings,
-    Splits,
     form_of,
     match_leaves,
 )
-from kfac._varying import PyTree, as_varying, axis_size, varying_axes
+from kfac._optimizer.step_scaling import MomentumState
 
 # The metrics that are integers.
 COUNTS = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps")
@@ -41,9 +41,9 @@ def init_state(
         leaves = match_leaves(config.layers, params, "params")
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    owners = config.way.owners
+    owners = config.comm.owners
     devices = axis_size(owners) or 1
-    shards = make_shards(group_costs(config.groups), devices)
+    assignments = assign_blocks(group_costs(config.groups), devices)
     owned = {}
     shared = {}
     bases = {}
@@ -55,12 +55,14 @@ def init_state(
         if not group.owned:
             shared[name] = init_blocks(config, group, size, dtype)
             continue
-        shard = shards[name]
-        blocks = init_blocks(config, group, shard.positions, dtype)
-        owned[name] = Owned(blocks, shard, None if shard.full else form_of(blocks))
-        if devices > 1 and group.moments(config.inverse):
-            everywhere = init_inverse(config, group, size, dtype)
-            bases[name] = config.inverse.basis(everywhere)
+        assignment = assignments[name]
+        blocks = init_blocks(config, group, assignment.slots, dtype)
+        owned[name] = Owned(
+            blocks, assignment, None if assignment.full else form_of(blocks)
+        )
+        if devices > 1 and group.moments(config.preconditioner):
+            everywhere = init_preconditioner(config, group, size, dtype)
+            bases[name] = config.preconditioner.basis(everywhere)
     if axis_size(owners) is not None:
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
         owned = as_varying(owned, varying_axes(lax.axis_index(owners)))
@@ -73,25 +75,25 @@ def init_state(
         metrics[name] = scalar(0, jnp.int32)
     state = KfacState(
         count=scalar(0, jnp.int32),
-        refused=scalar(False, bool),
-        measured=scalar(-1, jnp.int32),
+        step_rejected=scalar(False, bool),
+        last_statistics_step=scalar(-1, jnp.int32),
         refreshed=scalar(-1, jnp.int32),
         due=scalar(True, bool),
         refresh_due=scalar(True, bool),
         observe_damping=scalar(0),
-        unitwise_damping=scalar(0),
-        factor_decay=scalar(0),
+        unitwise_damping_scale=scalar(0),
+        factor_ema_decay=scalar(0),
         owned=owned,
-        segment=Segment(),
+        flat_state=FlatState(),
         shared=shared,
         bases=bases,
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,
         metrics=KfacMetrics(**metrics),
-        splits=Splits(),
+        param_specs=ParamSpecs(),
         settings=settings,
     )
-    return closed(state, config.way)
+    return closed(state, config.comm)
 
 
 def init_blocks(
@@ -104,31 +106,33 @@ def init_blocks(
     momentum = rate = None
     if config.has_momentum(group):
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype)
-    if config.moves.adaptive_layer_rates:
+    if config.scaling.adaptive_layer_rates:
         rate = jnp.ones(size, dtype)
     return BlockState(
         factors=group.zeros(size, dtype),
         weight=jnp.zeros(size, dtype),
-        inverse=init_inverse(config, group, size, dtype),
+        preconditioner=init_preconditioner(config, group, size, dtype),
         condition=jnp.zeros(size, dtype),
         inverted=jnp.zeros(size, jnp.int32),
-        motion=MomentumState(momentum, rate),
+        momentum_state=MomentumState(momentum, rate),
     )
 
 
-def init_inverse(
+def init_preconditioner(
     config: Config,
     group: Group,
     size: int,
     dtype: jnp.dtype,
-) -> InverseState:
+) -> PreconditionerState:
     """Return the state of the inverse for `size` blocks of a group before the first refresh."""
-    inverse = group.inverse_of(config.inverse)
-    state = inverse.init(group.zeros(size, dtype, group.moments(config.inverse)))
+    preconditioner = group.preconditioner_of(config.preconditioner)
+    state = preconditioner.init(
+        group.zeros(size, dtype, group.moments(config.preconditioner))
+    )
     for leaf in jax.tree.leaves(state):
         # Messages between devices would round integers.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"inverse={inverse!r} keeps an array of {leaf.dtype}: keep floating arrays only"
+                f"preconditioner={preconditioner!r} keeps an array of {leaf.dtype}: keep floating arrays only"
             )
     return state

@@ -12,25 +12,33 @@ import optax
 from jax import Array
 
 from kfac._capture.find_layers import matching
-from kfac._checks import check, check_fraction, check_given, check_layers, with_hints
+from kfac._checks import (
+    HINTS,
+    RENAMED,
+    check,
+    check_fraction,
+    check_given,
+    check_layers,
+    with_hints,
+)
 from kfac._curvature.cholesky import Cholesky
-from kfac._curvature.inverse import Inverse, check_inverse
-from kfac._curvature.soap import Soap
+from kfac._curvature.preconditioner import BlockPreconditioner, check_preconditioner
+from kfac._curvature.soap import SOAP
+from kfac._distributed.cost_model import OVERHEAD, affordable
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.intervals import COST, affordable
 from kfac._layers import UNREACHED, Layers
 from kfac._leaves import leaves_by_path, map_by_path
+from kfac._mesh import PyTree, mesh_of, on_mesh, replicate
 from kfac._optimizer.arguments import hide_masked_biases
-from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.scale_by_kfac import precondition_and_move
+from kfac._optimizer.scale_by_kfac import precondition_and_scale
 from kfac._optimizer.state import KfacState, find_state
-from kfac._varying import PyTree, mesh_of, on_mesh, placed
+from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig, value_at
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
-@with_hints
+@with_hints(HINTS | RENAMED)
 def kfac(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
@@ -45,9 +53,9 @@ def kfac(
     adaptive_layer_rates: bool | None = None,
     layer_multipliers: Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
-    cost: float = COST,
-    inverse_every: int | Array | Literal["auto"] | None = "auto",
-    inverse: Inverse | None = None,
+    overhead: float = OVERHEAD,
+    inverse_update_period: int | Array | Literal["auto"] | None = "auto",
+    preconditioner: BlockPreconditioner | None = None,
     statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -56,7 +64,7 @@ def kfac(
     It chains `scale_by_kfac`, the KL clip, momentum, step lengths, weight decay and the learning rate. Every part
     except `scale_by_kfac` and the learning rate is left out if its argument is None. A step with a non-finite
     preconditioned gradient changes neither parameters nor momentum; `diagnostics` counts such steps. Options of
-    `scale_by_kfac` that are missing here have their default values. `kfac.presets.large_batch` has all options.
+    `scale_by_kfac` that are missing here have their default values. `kfac.presets.osawa2019` has all options.
 
     Args:
       learning_rate: scalar or schedule. With `step_norm="spectral"` it is the size of a kernel's step relative to the
@@ -94,33 +102,34 @@ def kfac(
         multiplier grows while the gradient agrees with the last step. It falls if the last step went too far.
         Otherwise it returns towards 1, with a time constant of fifty steps. It cannot grow while the learning rate
         rises, or is less than half of its maximum so far. Almeida et al. (1998) and Baydin et al. (2018) adapt one rate
-        for all layers in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_dim` cuts, has
-        its own multiplier. None: True if there is momentum and `step_norm="spectral"`.
+        for all layers in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_factor_dim`
+        cuts, has its own multiplier. None: True if there is momentum and `step_norm="spectral"`.
       layer_multipliers: multipliers for the steps of some layers. Keys are regular expressions, as in `skip=`. A
         layer, including its bias, takes the first key that matches one of its paths. Weight decay and skipped
         parameters are not multiplied. Needs `step_norm="spectral"`.
       damping: see `scale_by_kfac`. With `step_norm="spectral"` the damping is relative to each block's mean eigenvalue
-        (with `Soap`, to its mean squared gradient), as with `Cholesky(relative=True)`, so that the scale of the loss
-        does not matter. None: 1e-3 with `step_norm=None`; otherwise 1e-4 for `Soap` and 0.1 for other inverses.
-      cost: the target overhead of statistics and refreshes in the mean step, as a fraction of the gradient's time. It
-        sets the interval of both: the shortest interval, at most 16 steps, at which their FLOPs are this fraction of
-        the gradient's FLOPs. The batch that the layers were found with gives the number of examples. Statistics
-        include their own forward and backward pass. A FLOP of a refresh counts as three FLOPs of the gradient on a CPU
-        and as eight on accelerators, because it takes longer. Statistics and refreshes are due in each of the first
-        ten steps; then the interval doubles until it reaches its final value (see `refresh_warmup` of
-        `scale_by_kfac`). Call `observe` before the next step if `statistics_due` is true; `train_step` does this. With
-        `step_norm=None` statistics are due in every step, because then the step length depends on the inverses and
-        old inverses can make a step too long. Leave `cost` out in this case.
-      inverse_every: the interval in steps at which `observe` refreshes the inverses; see `scale_by_kfac`. None:
+        (with `SOAP`, to its mean squared gradient), as with `Cholesky(relative=True)`, so that the scale of the loss
+        does not matter. None: 1e-3 with `step_norm=None`; otherwise 1e-4 for `SOAP` and 0.1 for other inverses.
+      overhead: the target overhead of statistics and refreshes in the mean step, as a fraction of the gradient's time.
+        It sets the interval of both: the shortest interval, at most 16 steps, at which their FLOPs are this fraction of
+        the gradient's FLOPs. The batch that the layers were found with gives the number of examples. Statistics include
+        their own forward and backward pass. A FLOP of a refresh counts as three FLOPs of the gradient on a CPU and as
+        eight on accelerators, because it takes longer. Statistics and refreshes are due in each of the first ten steps;
+        then the interval doubles until it reaches its final value (see `interval_warmup_steps` of `scale_by_kfac`).
+        Call `observe` before the next step if `statistics_due` is true; `train_step` does this. With `step_norm=None`
+        statistics are due in every step, because then the step length depends on the inverses and old inverses can make
+        a step too long. Leave `overhead` out in this case.
+      inverse_update_period: the interval in steps at which `observe` refreshes the inverses; see `scale_by_kfac`. None:
         `observe` only updates the running averages, and `observe(opt_state)` without factors refreshes. "auto": the
-        interval that `cost` sets. `kfac.planning.plan` estimates intervals for other machines.
-      inverse: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `Ekfac()`, `Soap()` or your own `Inverse`.
-        With `step_norm="spectral"` its `relative` becomes True. `Soap` preconditions the momentum of the gradients.
+        interval that `overhead` sets. `kfac.planning.plan` estimates intervals for other machines.
+      preconditioner: how Kronecker blocks are inverted: `Cholesky()`, `Eigh()`, `EKFAC()`, `SOAP()` or your own
+        `BlockPreconditioner`. With `step_norm="spectral"` its `relative` becomes True. `SOAP` preconditions the
+        momentum of the gradients.
 
-        None: `Soap()`; `Cholesky()` with `step_norm=None`.
+        None: `SOAP()`; `Cholesky()` with `step_norm=None`.
       statistics_fraction: the fraction of the batch's examples from which `observe` gets statistics, `1 / k` with an
-        integer `k`. The interval that `cost` sets depends on this fraction. `train_step` uses it for each batch.
-        None: 1/4 if the inverse is `Soap`, the batch has at least 64 examples, and the batch contains no array that
+        integer `k`. The interval that `overhead` sets depends on this fraction. `train_step` uses it for each batch.
+        None: 1/4 if the inverse is `SOAP`, the batch has at least 64 examples, and the batch contains no array that
         all examples share; otherwise 1. Pass 1 if the loss of every `k`-th example alone makes no sense.
       distribution: how several devices are used; see `scale_by_kfac`.
 
@@ -132,25 +141,25 @@ def kfac(
       ValueError: an argument is out of range, or two arguments conflict.
     """
     spectral = step_norm is not None
-    inverse, every, _ = chosen(
+    preconditioner, every, _ = chosen(
         layers,
         step_norm=step_norm,
-        inverse=inverse,
-        cost=cost,
+        preconditioner=preconditioner,
+        overhead=overhead,
         statistics_fraction=statistics_fraction,
     )
     if damping is None:
-        damping = inverse.relative_damping if spectral else 1e-3
+        damping = preconditioner.relative_damping if spectral else 1e-3
     if spectral:
-        inverse = dataclasses.replace(inverse, relative=True)
-    if isinstance(inverse_every, str) and inverse_every == "auto":
-        inverse_every = every
+        preconditioner = dataclasses.replace(preconditioner, relative=True)
+    if isinstance(inverse_update_period, str) and inverse_update_period == "auto":
+        inverse_update_period = every
     nesterov = momentum is not None if nesterov is None else nesterov
     if adaptive_layer_rates is None:
         adaptive_layer_rates = spectral and momentum is not None
     check(adaptive_layer_rates=adaptive_layer_rates)
     layer_multipliers = _by_layer(layer_multipliers, layers)
-    moves = Moves(
+    scaling = ScalingConfig(
         kl_clip=kl_clip,
         learning_rate=learning_rate,
         momentum=momentum,
@@ -162,14 +171,14 @@ def kfac(
     )
     return assemble(
         layers,
-        moves,
+        scaling,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
         damping=damping,
-        inverse=inverse,
+        preconditioner=preconditioner,
         distribution=distribution,
-        statistics_every=every,
-        inverse_every=inverse_every,
+        statistics_period=every,
+        inverse_update_period=inverse_update_period,
     )
 
 
@@ -214,12 +223,12 @@ class Chosen(NamedTuple):
     """The options that `kfac` chooses from the layers.
 
     Attributes:
-      inverse: the inverse of Kronecker blocks.
+      preconditioner: the inverse of Kronecker blocks.
       every: the number of steps from one `observe` to the next.
       share: `k`, if statistics come from every `k`-th example.
     """
 
-    inverse: Inverse
+    preconditioner: BlockPreconditioner
     every: Any
     share: int
 
@@ -228,8 +237,8 @@ def chosen(
     layers: Layers,
     *,
     step_norm: str | None = "spectral",
-    inverse: Inverse | None = None,
-    cost: float | Array = COST,
+    preconditioner: BlockPreconditioner | None = None,
+    overhead: float | Array = OVERHEAD,
     statistics_fraction: float | None = None,
     **others: object,
 ) -> Chosen:
@@ -238,31 +247,33 @@ def chosen(
     Other options of `kfac` have no influence.
 
     Raises:
-      ValueError: an argument is out of range, or `cost` is not its default with `step_norm=None`.
+      ValueError: an argument is out of range, or `overhead` is not its default with `step_norm=None`.
     """
     check_layers(layers)
-    if inverse is None:
-        inverse = Cholesky() if step_norm is None else Soap()
-    check_inverse(inverse)
-    check(cost=cost)
-    share = statistics_share(layers, inverse, statistics_fraction)
+    if preconditioner is None:
+        preconditioner = Cholesky() if step_norm is None else SOAP()
+    check_preconditioner(preconditioner)
+    check(overhead=overhead)
+    share = statistics_share(layers, preconditioner, statistics_fraction)
     if step_norm is not None:
-        return Chosen(inverse, affordable(layers, inverse, cost, share), share)
-    if not isinstance(cost, jax.core.Tracer) and cost != COST:
-        raise ValueError(
-            f"cost={cost!r} has no effect: with step_norm=None every step has statistics. Leave cost out"
+        return Chosen(
+            preconditioner, affordable(layers, preconditioner, overhead, share), share
         )
-    return Chosen(inverse, 1, share)
+    if not isinstance(overhead, jax.core.Tracer) and overhead != OVERHEAD:
+        raise ValueError(
+            f"overhead={overhead!r} has no effect: with step_norm=None every step has statistics. Leave overhead out"
+        )
+    return Chosen(preconditioner, 1, share)
 
 
 def statistics_share(
     layers: Layers,
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     fraction: float | None,
 ) -> int:
     """Return `k`, such that statistics come from every `k`-th example.
 
-    The default is 4 with `Soap`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
+    The default is 4 with `SOAP`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
     the number of examples is below 64 or unknown, or if the batch contains an array that all examples share.
     """
     if fraction is not None:
@@ -270,22 +281,22 @@ def statistics_share(
     # Shared arrays in the batch may refer to examples by position, like the edges of a graph.
     divisible = layers.batch_argnums and not layers.shared
     enough = (layers.num_examples or 0) >= 64
-    return 4 if isinstance(inverse, Soap) and divisible and enough else 1
+    return 4 if isinstance(preconditioner, SOAP) and divisible and enough else 1
 
 
 def assemble(
     layers: Layers,
-    moves: Moves,
+    scaling: ScalingConfig,
     *,
     weight_decay: ScalarOrSchedule | None,
     weight_decay_mask: PyTree | Callable[[PyTree], PyTree],
     **preconditioner: Any,
 ) -> Optimizer:
-    """Return the optimizer: the preconditioner and `moves`, then weight decay and the learning rate.
+    """Return the optimizer: the preconditioner and `scaling`, then weight decay and the learning rate.
 
     Args:
       layers: the layers.
-      moves: the settings of all stages between the preconditioner and weight decay.
+      scaling: the settings of all stages between the preconditioner and weight decay.
       weight_decay: see `kfac`.
       weight_decay_mask: see `kfac`.
       preconditioner: the fields of `Options`.
@@ -294,14 +305,14 @@ def assemble(
       ValueError: an option is out of range, or two options conflict.
     """
     options = Options(**preconditioner)
-    check_options(options, moves, weight_decay, weight_decay_mask)
-    before = moves.learning_rate if moves.rate_in_momentum else None
+    check_options(options, scaling, weight_decay, weight_decay_mask)
+    before = scaling.learning_rate if scaling.lr_in_momentum else None
 
     def build(layers):
         skips = any(layer.kind == "skipped" for layer in layers)
         parts = []
-        if moves.momentum is not None and skips:
-            parts.append(momentum_beside_blocks(layers, moves.momentum, moves))
+        if scaling.momentum is not None and skips:
+            parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
         if weight_decay is not None:
             decay = weight_decay
             if before is not None:
@@ -309,9 +320,9 @@ def assemble(
                 decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
             parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
         if before is None:
-            parts.append(optax.scale_by_learning_rate(moves.learning_rate))
+            parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
         rest = optax.chain(*(parts or [optax.identity()]))
-        return _followed_by(precondition_and_move(layers, moves, options), rest)
+        return _followed_by(precondition_and_scale(layers, scaling, options), rest)
 
     return hide_masked_biases(layers, build)
 
@@ -321,7 +332,7 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 
     def init(params):
         # Place all arrays on the mesh now. Otherwise the second step would compile again.
-        return placed((tx.init(params), rest.init(params)), mesh_of(params))
+        return replicate((tx.init(params), rest.init(params)), mesh_of(params))
 
     @on_mesh
     def update(updates, state, params=None, **extra):
@@ -334,7 +345,7 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
         moved, second = rest.update(preconditioned, state[1], params, **extra)
         # A rejected step changes no parameters, momentum or schedule counts. This is a selection instead of a
         # `lax.cond`, because XLA fuses selections into the neighbouring arithmetic.
-        taken = ~find_state(first, "state").refused
+        taken = ~find_state(first, "state").step_rejected
         second = optax.tree.where(taken, second, state[1])
 
         def accepted(leaf, like):
@@ -349,7 +360,7 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 def momentum_beside_blocks(
     layers: Layers,
     decay: ScalarOrSchedule,
-    moves: Moves,
+    scaling: ScalingConfig,
 ) -> Optimizer:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -371,14 +382,14 @@ def momentum_beside_blocks(
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
         factor: float | Array = 1
-        if moves.rate_in_momentum:
-            factor = -value_at(moves.learning_rate, count)
+        if scaling.lr_in_momentum:
+            factor = -value_at(scaling.learning_rate, count)
         leaves = {}
         for path, leaf in leaves_by_path(updates).items():
             if path in state.trace:
                 leaves[path] = (factor * leaf).astype(_wide(leaf))
         present = optax.TraceState({path: state.trace[path] for path in leaves})
-        momentum = optax.trace(value_at(decay, count), moves.nesterov)
+        momentum = optax.trace(value_at(decay, count), scaling.nesterov)
         moved, present = momentum.update(leaves, present)
         new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
         return new, optax.TraceState(state.trace | present.trace)

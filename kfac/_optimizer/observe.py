@@ -10,20 +10,20 @@ import jax
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._factors import Factors, Tied
 from kfac._layers import Layers
+from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
-from kfac._optimizer.over_mesh import OverMesh, mesh_to_open
-from kfac._optimizer.place import Config
+from kfac._optimizer.config import Config
 from kfac._optimizer.reshard import on_states
+from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
 from kfac._optimizer.state import (
     KfacState,
+    assignments_of,
     find_nodes,
     how_to_hide,
     is_variable,
+    param_specs_of,
     pure,
-    shards_of,
-    splits_of,
 )
-from kfac._varying import on_mesh
 
 
 @on_mesh
@@ -36,10 +36,10 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
         def observe(opt_state, params, batch):
             return kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
 
-    The running averages become `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = factor_decay^k` if the last
-    statistics are `k` steps old. Then the inverses are refreshed, if they are due by the optimizer's `inverse_every=`.
-    A block ignores non-finite statistics and keeps its average. If its inversion fails, a block keeps its last inverse.
-    `diagnostics` counts both failures.
+    The running averages become `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = factor_ema_decay^k` if the last
+    statistics are `k` steps old. Then the inverses are refreshed, if they are due by the optimizer's
+    `inverse_update_period=`. A block ignores non-finite statistics and keeps its average. If its inversion fails, a
+    block keeps its last inverse. `diagnostics` counts both failures.
 
     On several devices, call it where the optimizer's `update` is called. Inside `jax.shard_map` or `jax.pmap`, pass the
     device's own factors. Under `jit` over a mesh, pass the factors of the whole batch.
@@ -49,7 +49,7 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
         wrapper like `optax.MultiSteps`, or a flax `TrainState`. If it holds several states, each takes the factors of
         its own layers. A flax `nnx.Optimizer` is changed in place.
       factors: the statistics, from `kfac.statistics` or `kfac.value_and_grad`. None refreshes all inverses from the
-        present running averages, whatever `inverse_every=` is.
+        present running averages, whatever `inverse_update_period=` is.
 
     Returns:
       `opt_state` with the new state in place of the old state. Everything else, such as accumulated gradients,
@@ -101,19 +101,19 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     settings = state.settings
     layers = settings.layers
     found = settings.found
-    inverse = settings.inverse
+    preconditioner = settings.preconditioner
     if factors is not None:
         given: object = factors
         if not isinstance(given, Factors):
             check_factors(given, found)
-        jax.eval_shape(lambda x: check_factors(x, found, inverse), factors)
+        jax.eval_shape(lambda x: check_factors(x, found, preconditioner), factors)
         if layers is not found:
             factors = without_hidden_rows(factors, found, layers)
-    way, mesh = mesh_to_open(settings.distribution, state, (state, factors))
-    config = Config(layers, group_layers(layers), inverse, way)
+    comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
+    config = Config(layers, group_layers(layers), preconditioner, comm)
     if mesh is None:
         return observe_here(config, state, factors)
-    meshed = OverMesh(config, mesh, shards_of(state), splits_of(state))
+    meshed = ShardedStep(config, mesh, assignments_of(state), param_specs_of(state))
     return meshed.observe(state, factors)
 
 
@@ -149,9 +149,9 @@ def without_hidden_rows(
             )
         if "A" in layer.diagonal:
             A = block.A.at[..., -1].set(0)[..., : visible.d_in]
-        elif layer.cut[0] > 1:
+        elif layer.num_blocks[0] > 1:
             # The row of the 1 in the last block.
-            last = layer.d_in - 1 - (layer.cut[0] - 1) * block.A.shape[-1]
+            last = layer.d_in - 1 - (layer.num_blocks[0] - 1) * block.A.shape[-1]
             A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
         else:
             A = block.A[..., : visible.d_in, : visible.d_in]

@@ -13,21 +13,21 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kfac._checks import check
+from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution, check_distribution
-from kfac._distributed.owners import Shard, block_cost, make_shards
-from kfac._distributed.ways import Way
+from kfac._distributed.owners import BlockAssignment, assign_blocks, block_cost
 from kfac._factors import per_block
-from kfac._optimizer.segment import closed, opened
+from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
+from kfac._optimizer.flat_state import closed, opened
 from kfac._optimizer.state import (
+    FlatState,
     KfacState,
     Owned,
-    Segment,
-    Splits,
+    ParamSpecs,
     devices_of,
     find_nodes,
     form_of,
 )
-from kfac._varying import AxisName, PyTree, axis_names, mesh_of, replicated
 
 
 def state_specs(
@@ -42,7 +42,7 @@ def state_specs(
     Args:
       tx: the optimizer: `kfac`, or any chain that contains `scale_by_kfac`.
       params: the parameters, as arrays or as `jax.ShapeDtypeStruct` leaves.
-      axis_name: the optimizer's axis of devices. If `Distribution(owners=...)` names axes, pass these axes instead.
+      axis_name: the optimizer's axis of devices. If `Distribution(owner_axes=...)` names axes, pass these axes instead.
 
     Returns:
       A tree prefix of the state. It splits Kronecker blocks along the axis and replicates everything else.
@@ -110,7 +110,7 @@ def _check_optimizer(tx: object) -> None:
 def state_spec(axis_name: AxisName) -> KfacState:
     """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
     specs: dict[str, Any] = dict.fromkeys(KfacState._fields, PartitionSpec())
-    specs["owned"] = specs["segment"] = PartitionSpec(axis_name)
+    specs["owned"] = specs["flat_state"] = PartitionSpec(axis_name)
     return KfacState(**specs)
 
 
@@ -132,26 +132,26 @@ def gather_state(opt_state: Any) -> Any:
         blocks.
     """
     if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
-        opt_state = on_nodes((Owned, Segment), _in_a_row, opt_state, lambda x: x[0])
+        opt_state = on_nodes((Owned, FlatState), _in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
         for owned in node.owned.values():
-            shard = owned.shard
+            assignment = owned.assignment
             shape = owned.blocks.weight.shape
-            expected = shard.devices * shard.positions
+            expected = assignment.devices * assignment.slots
             if shape != (expected,):
                 raise ValueError(
-                    f"opt_state must hold the {expected} blocks of all {shard.devices} devices in a row, but has "
+                    f"opt_state must hold the {expected} blocks of all {assignment.devices} devices in a row, but has "
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
         node = _each_device(opened, replicated(node))
         settings = dataclasses.replace(node.settings, distribution=Distribution())
         return node._replace(
             owned={name: _gather_owned(owned) for name, owned in node.owned.items()},
-            segment=Segment(),
+            flat_state=FlatState(),
             # `scatter_state` recomputes the bases from the blocks.
             bases={},
-            splits=Splits(),
+            param_specs=ParamSpecs(),
             settings=settings,
         )
 
@@ -173,8 +173,8 @@ def scatter_state(
 
     Args:
       portable: the state that `gather_state` returned.
-      num_devices: the number of devices along the optimizer's axis, or along its `owners=` axes. An optimizer without
-        an axis of devices can use `portable` itself as its state.
+      num_devices: the number of devices along the optimizer's axis, or along its `owner_axes=` axes. An optimizer
+        without an axis of devices can use `portable` itself as its state.
       pmap: whether to return the form for `jax.pmap`, which has a leading axis of devices on every array.
       distribution: the `distribution=` of the optimizer, if it has one.
 
@@ -200,12 +200,12 @@ def scatter_state(
         for name, owned in node.owned.items():
             factors = owned.blocks.factors
             shapes = {"A": factors.A.shape[1:], "G": factors.G.shape[1:]}
-            costs.append(block_cost(name, owned.shard.blocks, shapes))
-            basis = node.settings.inverse.basis(owned.blocks.inverse)
+            costs.append(block_cost(name, owned.assignment.blocks, shapes))
+            basis = node.settings.preconditioner.basis(owned.blocks.preconditioner)
             if basis is not None and num_devices > 1:
                 bases[name] = basis
-        shards = make_shards(costs, num_devices)
-        owned = {n: _scatter_owned(x, shards[n]) for n, x in node.owned.items()}
+        assignments = assign_blocks(costs, num_devices)
+        owned = {n: _scatter_owned(x, assignments[n]) for n, x in node.owned.items()}
         settings = dataclasses.replace(node.settings, distribution=uses)
         node = node._replace(owned=owned, bases=bases, settings=settings)
         return _each_device(closed, node)
@@ -215,7 +215,7 @@ def scatter_state(
         return state
 
     return on_nodes(
-        (Owned, Segment),
+        (Owned, FlatState),
         lambda tree: _by_device(num_devices, tree),
         state,
         lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
@@ -233,7 +233,7 @@ def _by_device(devices: int, tree: PyTree) -> PyTree:
 
 
 def _each_device(
-    fn: Callable[[KfacState, Way], KfacState],
+    fn: Callable[[KfacState, CommContext], KfacState],
     state: KfacState,
 ) -> KfacState:
     """Apply `opened` or `closed` to each device's part of a global state.
@@ -242,15 +242,15 @@ def _each_device(
     """
     if all(owned.form is None for owned in state.owned.values()):
         return state
-    way = Way(("devices",), ("devices",))
+    comm = CommContext(("devices",), ("devices",))
 
-    def local(owned, segment):
-        new = fn(state._replace(owned=owned, segment=segment), way)
-        return new.owned, new.segment
+    def local(owned, flat_state):
+        new = fn(state._replace(owned=owned, flat_state=flat_state), comm)
+        return new.owned, new.flat_state
 
-    parts = _by_device(devices_of(state), (state.owned, state.segment))
-    owned, segment = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
-    return state._replace(owned=owned, segment=segment)
+    parts = _by_device(devices_of(state), (state.owned, state.flat_state))
+    owned, flat_state = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
+    return state._replace(owned=owned, flat_state=flat_state)
 
 
 def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
@@ -281,19 +281,19 @@ on_states = functools.partial(on_nodes, KfacState)
 
 
 def _gather_owned(owned: Owned) -> Owned:
-    shard = owned.shard
-    whole = dataclasses.replace(owned.shard, devices=1, owners=())
-    blocks = jax.tree.map(lambda x: x[shard.places], owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, shard=whole, form=None)
+    assignment = owned.assignment
+    whole = dataclasses.replace(owned.assignment, devices=1, owners=())
+    blocks = jax.tree.map(lambda x: x[assignment.block_to_slot], owned.blocks)
+    return dataclasses.replace(owned, blocks=blocks, assignment=whole, form=None)
 
 
-def _scatter_owned(owned: Owned, shard: Shard) -> Owned:
-    held = jnp.asarray(shard.held.reshape(-1))
+def _scatter_owned(owned: Owned, assignment: BlockAssignment) -> Owned:
+    held = jnp.asarray(assignment.slot_mask.reshape(-1))
 
     def spread(x):
-        dealt = x[shard.order]
+        dealt = x[assignment.slot_to_block]
         return jnp.where(per_block(held, dealt), dealt, 0)
 
-    form = None if shard.full else form_of(owned.blocks)
+    form = None if assignment.full else form_of(owned.blocks)
     blocks = jax.tree.map(spread, owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, shard=shard, form=form)
+    return dataclasses.replace(owned, blocks=blocks, assignment=assignment, form=form)

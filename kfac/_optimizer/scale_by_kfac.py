@@ -12,50 +12,52 @@ import optax
 from jax import Array, lax
 from jax.sharding import AxisType
 
+from kfac._checks import RENAMED, with_hints
 from kfac._curvature.blocks import group_layers
 from kfac._curvature.cholesky import Cholesky
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.preconditioner import BlockPreconditioner
+from kfac._distributed.comm import CommContext, check_alike
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.ways import Way, check_alike
 from kfac._layers import Layers
+from kfac._mesh import PyTree, axis_names, device_axes, on_mesh, replicate, varying_axes
 from kfac._optimizer.arguments import hide_masked_biases
+from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
-from kfac._optimizer.moves import Moves, ScalarOrSchedule, value_at
 from kfac._optimizer.options import Options, check_options
-from kfac._optimizer.over_mesh import OverMesh, init_over_mesh, mesh_to_open
-from kfac._optimizer.place import Config
+from kfac._optimizer.sharded_step import ShardedStep, init_over_mesh, mesh_to_open
 from kfac._optimizer.state import (
     KfacState,
     Settings,
+    assignments_of,
     check_devices,
     check_groups,
     match_leaves,
-    shards_of,
-    splits_of,
+    param_specs_of,
 )
 from kfac._optimizer.step import preconditioned_step
-from kfac._varying import PyTree, axis_names, device_axes, on_mesh, placed, varying_axes
+from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig, value_at
 
 
+@with_hints(RENAMED)
 def scale_by_kfac(
     layers: Layers,
     *,
     damping: ScalarOrSchedule = 1e-3,
-    factor_decay: ScalarOrSchedule = 0.95,
-    statistics_every: int | Array = 1,
-    inverse_every: int | Array | None = 1,
-    refresh_warmup: int | Array | None = None,
-    inverse: Inverse = Cholesky(),
-    unitwise_damping: ScalarOrSchedule = 1.0,
+    factor_ema_decay: ScalarOrSchedule = 0.95,
+    statistics_period: int | Array = 1,
+    inverse_update_period: int | Array | None = 1,
+    interval_warmup_steps: int | Array | None = None,
+    preconditioner: BlockPreconditioner = Cholesky(),
+    unitwise_damping_scale: ScalarOrSchedule = 1.0,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Precondition gradients with damped inverses of Kronecker factors.
 
     The gradient `V` of a layer in matrix form becomes `(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1` with damping `l`
     and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters
-    are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping`. Skipped parameters pass
-    through unchanged. All other parameters pass through unchanged until the first `kfac.observe`, which takes
+    are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping_scale`. Skipped parameters
+    pass through unchanged. All other parameters pass through unchanged until the first `kfac.observe`, which takes
     statistics into the running averages and refreshes the inverses.
 
     On several devices, every Kronecker block has an owner. Statistics are averaged to the owners, which invert the
@@ -71,21 +73,22 @@ def scale_by_kfac(
 
     Args:
       layers: the layers that `find_layers` returned.
-      damping: positive scalar, or schedule of the step. It takes effect at the next refresh. With `Eigh`, `Ekfac` and
-        `Soap`, it takes effect for Kronecker blocks at once.
-      factor_decay: decay of the running averages per step, in [0, 1); with 0, only the last statistics count. Scalar or
-        schedule.
-      statistics_every: the interval in steps at which `statistics_due` is true. The interval is shorter at first, see
-        `refresh_warmup`. `observe` uses all statistics that it receives, due or not.
-      inverse_every: the interval in steps at which `observe` refreshes all inverses. It refreshes them if the step
-        count is a multiple of the interval, or if they are at least this old. With None, only `observe(opt_state)`
+      damping: positive scalar, or schedule of the step. It takes effect at the next refresh. With `Eigh`, `EKFAC` and
+        `SOAP`, it takes effect for Kronecker blocks at once.
+      factor_ema_decay: decay of the running averages per step, in [0, 1); with 0, only the last statistics count.
+        Scalar or schedule.
+      statistics_period: the interval in steps at which `statistics_due` is true. The interval is shorter at first, see
+        `interval_warmup_steps`. `observe` uses all statistics that it receives, due or not.
+      inverse_update_period: the interval in steps at which `observe` refreshes all inverses. It refreshes them if the
+        step count is a multiple of the interval, or if they are at least this old. With None, only `observe(opt_state)`
         without factors refreshes.
-      refresh_warmup: the number of initial steps in which both intervals are 1. The intervals are then 2 until twice
-        this number of steps, 4 until four times this number, and so on up to their final values. Steps at multiples of
-        `inverse_every` refresh as well. The default None means 10, and `inverse_every=None` requires it.
-      inverse: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `Ekfac()`, `Soap()`, or
-        your own `Inverse`.
-      unitwise_damping: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
+      interval_warmup_steps: the number of initial steps in which both intervals are 1. The intervals are then 2 until
+        twice this number of steps, 4 until four times this number, and so on up to their final values. Steps at
+        multiples of `inverse_update_period` refresh as well. The default None means 10, and
+        `inverse_update_period=None` requires it.
+      preconditioner: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `EKFAC()`,
+        `SOAP()`, or your own `BlockPreconditioner`.
+      unitwise_damping_scale: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
       distribution: how several devices are used. By default, all bound axes, or the parameters' mesh.
 
     Returns:
@@ -97,43 +100,45 @@ def scale_by_kfac(
     """
     options = Options(
         damping,
-        inverse,
+        preconditioner,
         distribution,
-        factor_decay,
-        statistics_every,
-        inverse_every,
-        refresh_warmup,
-        unitwise_damping,
+        factor_ema_decay,
+        statistics_period,
+        inverse_update_period,
+        interval_warmup_steps,
+        unitwise_damping_scale,
     )
-    check_options(options, Moves())
+    check_options(options, ScalingConfig())
     return hide_masked_biases(
         layers,
-        lambda layers: precondition_and_move(layers, Moves(), options),
+        lambda layers: precondition_and_scale(layers, ScalingConfig(), options),
     )
 
 
-def precondition_and_move(
+def precondition_and_scale(
     layers: Layers,
-    moves: Moves,
+    scaling: ScalingConfig,
     options: Options,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `scale_by_kfac` followed by the stages in `moves`, such as momentum, which work on stacks of blocks."""
-    inverse = options.inverse
+    """Return `scale_by_kfac` followed by the stages in `scaling`, such as momentum, which work on stacks of blocks."""
+    preconditioner = options.preconditioner
     uses = options.distribution or Distribution()
-    config = Config(layers, group_layers(layers), inverse, Way(), moves)
-    refreshes = options.inverse_every is not None
-    settings = Settings(layers, layers, inverse, uses, refreshes)
-    reads_params = any(map(moves.needs_params, config.groups))
+    config = Config(
+        layers, group_layers(layers), preconditioner, CommContext(), scaling
+    )
+    refreshes = options.inverse_update_period is not None
+    settings = Settings(layers, layers, preconditioner, uses, refreshes)
+    reads_params = any(map(scaling.needs_params, config.groups))
     tx = Preconditioner(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Preconditioner:
-    """The methods of `precondition_and_move`.
+    """The methods of `precondition_and_scale`.
 
     Attributes:
-      config: the fixed settings. Each call replaces the `way`.
+      config: the fixed settings. Each call replaces the `comm`.
       options: the preconditioner's options.
       settings: the settings for the state.
       reads_params: whether the step lengths depend on the parameters.
@@ -147,13 +152,13 @@ class Preconditioner:
     told: list[bool] = dataclasses.field(default_factory=list)
 
     def init(self, params: PyTree) -> KfacState:
-        way, mesh = self.settings.distribution.way(params, dealt=True)
-        config = dataclasses.replace(self.config, way=way)
+        comm, mesh = self.settings.distribution.comm(params, sharded=True)
+        config = dataclasses.replace(self.config, comm=comm)
         check_alike(params)
         if mesh is None:
             return self.prepared(init_state(config, self.settings, params))
         state = init_over_mesh(config, self.settings, mesh, params)
-        return placed(self.prepared(state), mesh)
+        return replicate(self.prepared(state), mesh)
 
     @on_mesh
     def update(
@@ -170,17 +175,17 @@ class Preconditioner:
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
         uses = self.settings.distribution
-        way, mesh = mesh_to_open(uses, state, updates)
+        comm, mesh = mesh_to_open(uses, state, updates)
         check_alike(params)
         # With owners, `preconditioned_step` averages gradients that differ between devices.
-        if not way.owners:
+        if not comm.owners:
             axes = axis_names(uses.axis) or device_axes()
             averaged = varying_axes(updates).intersection(axes)
-            updates = Way(tuple(sorted(averaged))).mean(updates)
-        config = dataclasses.replace(self.config, way=way)
+            updates = CommContext(tuple(sorted(averaged))).mean(updates)
+        config = dataclasses.replace(self.config, comm=comm)
         damping = value_at(self.options.damping, state.count)
-        now = config.moves.at(state.count, damping)
-        if not self.told and is_overdue(state, self.options.statistics_every):
+        now = config.scaling.at(state.count, damping)
+        if not self.told and is_overdue(state, self.options.statistics_period):
             self.told.append(True)
             warnings.warn(OVERDUE, stacklevel=2)
         match_leaves(config.layers, updates, "updates")
@@ -189,10 +194,10 @@ class Preconditioner:
         else:
             params = None
         if mesh is not None:
-            check_devices(state, math.prod(mesh.shape[name] for name in way.owners))
+            check_devices(state, math.prod(mesh.shape[name] for name in comm.owners))
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
-            splits = {} if types_tell else splits_of(state)
-            meshed = OverMesh(config, mesh, shards_of(state), splits)
+            param_specs = {} if types_tell else param_specs_of(state)
+            meshed = ShardedStep(config, mesh, assignments_of(state), param_specs)
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
@@ -212,17 +217,25 @@ class Preconditioner:
         """Set the state's flags and scalars for the next `observe`."""
         count = state.count
         options = self.options
-        warmup = 10 if options.refresh_warmup is None else options.refresh_warmup
-        period = 1 if options.inverse_every is None else options.inverse_every
+        warmup = (
+            10
+            if options.interval_warmup_steps is None
+            else options.interval_warmup_steps
+        )
+        period = (
+            1
+            if options.inverse_update_period is None
+            else options.inverse_update_period
+        )
         in_warmup = in_turn(count, period, warmup)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
         return state._replace(
-            due=in_turn(count, options.statistics_every, warmup),
+            due=in_turn(count, options.statistics_period, warmup),
             refresh_due=in_warmup | in_turn(count, period, 0) | old,
             observe_damping=value_at(options.damping, count),
-            unitwise_damping=value_at(options.unitwise_damping, count),
-            factor_decay=value_at(options.factor_decay, count),
+            unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
+            factor_ema_decay=value_at(options.factor_ema_decay, count),
         )
 
 
@@ -240,10 +253,13 @@ def is_overdue(state: KfacState, every: int | Array) -> bool:
     """
     if not isinstance(every, int):
         return False
-    for x in (state.count, state.due, state.measured):
+    for x in (state.count, state.due, state.last_statistics_step):
         if isinstance(x, jax.core.Tracer) or x.ndim:
             return False
-    return bool(state.due) and int(state.count) - int(state.measured) > 2 * every
+    return (
+        bool(state.due)
+        and int(state.count) - int(state.last_statistics_step) > 2 * every
+    )
 
 
 def in_turn(

@@ -14,15 +14,15 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import Shard
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Block
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
-from kfac._optimizer.moves import MomentumState
-from kfac._optimizer.place import Config
-from kfac._varying import PyTree
+from kfac._mesh import PyTree
+from kfac._optimizer.config import Config
+from kfac._optimizer.step_scaling import MomentumState
 
 Node = TypeVar("Node", bound=tuple)
 
@@ -39,9 +39,9 @@ class KfacMetrics(NamedTuple):
         blocks use the 1-norm.
       inverse_age: number of steps since the oldest inverse in use was computed.
       kl_clip_scale: factor by which the KL clip multiplied the step; 1 without a KL clip.
-      slowest: lowest adaptive layer rate, a factor on the learning rate; 1 without adaptive rates, 0 before the first
-        step.
-      fastest: highest adaptive layer rate, with the same exceptions.
+      min_layer_rate: lowest adaptive layer rate, a factor on the learning rate; 1 without adaptive rates, 0 before the
+        first step.
+      max_layer_rate: highest adaptive layer rate, with the same exceptions.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
       failed_inversions: how many times a block kept its previous inverse because factorisation failed.
       skipped_steps: number of steps skipped because the gradient, the preconditioned gradient, or the update after a
@@ -53,16 +53,16 @@ class KfacMetrics(NamedTuple):
     preconditioned_norm: Array
     condition: Array
     kl_clip_scale: Array
-    slowest: Array
-    fastest: Array
+    min_layer_rate: Array
+    max_layer_rate: Array
     inverse_age: Array
     skipped_statistics: Array
     failed_inversions: Array
     skipped_steps: Array
 
 
-# The state of an `Inverse`: any tree of arrays `[k, ...]`.
-InverseState: TypeAlias = Any
+# The state of an `BlockPreconditioner`: any tree of arrays `[k, ...]`.
+PreconditionerState: TypeAlias = Any
 
 
 class BlockState(NamedTuple):
@@ -71,21 +71,21 @@ class BlockState(NamedTuple):
     Attributes:
       factors: bias-corrected running averages, `[k, ...]`.
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
-      inverse: the state of the `Inverse`, a tree of arrays `[k, ...]`.
+      preconditioner: the state of the `BlockPreconditioner`, a tree of arrays `[k, ...]`.
       condition: `[k]`, condition number at the last successful inversion; 0 before the first.
       inverted: `[k]`, the step of the last successful inversion; 0 before the first.
-      motion: momentum and adaptive rates.
+      momentum_state: momentum and adaptive rates.
     """
 
     factors: Block
     weight: Array
-    inverse: InverseState
+    preconditioner: PreconditionerState
     condition: Array
     inverted: Array
-    motion: MomentumState
+    momentum_state: MomentumState
 
 
-class Segment(NamedTuple):
+class FlatState(NamedTuple):
     """The blocks that a device owns in groups with fewer blocks than devices, concatenated into a vector per part.
 
     Factors are packed as triangles, as in `Packed`. Outside `shard_map`, each vector concatenates all devices' vectors.
@@ -93,8 +93,8 @@ class Segment(NamedTuple):
     """
 
     factors: Array | None = None
-    inverse: Array | None = None
-    motion: Array | None = None
+    preconditioner: Array | None = None
+    momentum_state: Array | None = None
 
 
 # The tree structure and the array shapes `[1, ...]` of a single block, as a hashable value.
@@ -113,23 +113,23 @@ def form_of(blocks: BlockState) -> Form:
 class Owned:
     """The blocks of a group that this device owns. Outside `shard_map`, all devices' blocks, concatenated.
 
-    If the group has fewer blocks than devices, the parts that `Segment` stores are None here. `form` then holds the
+    If the group has fewer blocks than devices, the parts that `FlatState` stores are None here. `form` then holds the
     shapes for unpacking them.
     """
 
     blocks: BlockState
-    shard: Shard = dataclasses.field(metadata={"static": True})
+    assignment: BlockAssignment = dataclasses.field(metadata={"static": True})
     form: Form | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shapes(self) -> BlockState:
-        """The shapes of a single block if `Segment` stores the group's blocks; otherwise the blocks themselves."""
+        """The shapes of a single block if `FlatState` stores the group's blocks; otherwise the blocks themselves."""
         return self.blocks if self.form is None else jax.tree.unflatten(*self.form)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Splits:
+class ParamSpecs:
     """Paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh; otherwise empty."""
 
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
@@ -143,14 +143,14 @@ class Settings:
     Attributes:
       layers: the layers, without biases that `optax.masked` or `optax.partition` hides from the optimizer.
       found: the layers as `find_layers` returned them.
-      inverse: the inverse for Kronecker blocks.
+      preconditioner: the inverse for Kronecker blocks.
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes inverses when it receives statistics.
     """
 
     layers: Layers
     found: Layers
-    inverse: Inverse
+    preconditioner: BlockPreconditioner
     distribution: Distribution
     refreshes: bool
 
@@ -161,7 +161,13 @@ class Settings:
     def _hash(self) -> int:
         """The hash. It is cached because `jax.jit` uses it in each call."""
         return hash(
-            (self.layers, self.found, self.inverse, self.distribution, self.refreshes)
+            (
+                self.layers,
+                self.found,
+                self.preconditioner,
+                self.distribution,
+                self.refreshes,
+            )
         )
 
 
@@ -171,45 +177,45 @@ class KfacState(NamedTuple):
     Attributes:
       count: number of optimizer steps so far. Steps with a non-finite result are not counted. Schedules, the refresh
         interval and the optax parts of `kfac` do not advance in such a step.
-      refused: whether the last step was rejected because its result was not finite.
-      measured: the count at the last `observe` with statistics; -1 before the first.
+      step_rejected: whether the last step was rejected because its result was not finite.
+      last_statistics_step: the count at the last `observe` with statistics; -1 before the first.
       refreshed: the count at the last refresh of the inverses; -1 before the first.
       due: whether `observe` should be called before the next step.
       refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
         `settings.refreshes` is false.
       observe_damping: the damping for the next `observe`, evaluated at `count`.
-      unitwise_damping: the factor on the damping for unit-wise and diagonal blocks, evaluated at `count`.
-      factor_decay: the decay of the running averages per step, evaluated at `count`.
+      unitwise_damping_scale: the factor on the damping for unit-wise and diagonal blocks, evaluated at `count`.
+      factor_ema_decay: the decay of the running averages per step, evaluated at `count`.
       owned: Kronecker blocks; each device holds its own blocks.
-      segment: flat vectors for groups in `owned` that have fewer blocks than devices.
+      flat_state: flat vectors for groups in `owned` that have fewer blocks than devices.
       shared: unit-wise and diagonal blocks, the same on all devices.
-      bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `Ekfac`.
+      bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `EKFAC`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
       metrics: scalars of the last step.
-      splits: how parameters are split over a mesh's automatic axes. Static, because arrays do not show this split under
-        `jit`.
+      param_specs: how parameters are split over a mesh's automatic axes. Static, because arrays do not show this split
+        under `jit`.
       settings: the optimizer's settings that `observe` needs. Static.
     """
 
     count: Array  # type: ignore[assignment]  # optax's name for it
-    refused: Array
-    measured: Array
+    step_rejected: Array
+    last_statistics_step: Array
     refreshed: Array
     due: Array
     refresh_due: Array
     observe_damping: Array
-    unitwise_damping: Array
-    factor_decay: Array
+    unitwise_damping_scale: Array
+    factor_ema_decay: Array
     owned: dict[str, Owned]
-    segment: Segment
+    flat_state: FlatState
     shared: dict[str, BlockState]
     bases: dict[str, Any]
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
-    splits: Splits
+    param_specs: ParamSpecs
     settings: Settings
 
     @property
@@ -217,15 +223,15 @@ class KfacState(NamedTuple):
         """All blocks that this device holds, both its own and the shared blocks, as stacks of `k` blocks per group.
 
         Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`),
-        `weight` (`[k]`, 0 before the first statistics), `inverse`, `condition` (`[k]`), `inverted` (`[k]`, the step of
-        the last inversion) and `motion` (momentum and rates). If a group has fewer blocks than devices, the parts that
-        `segment` stores are None.
+        `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted` (`[k]`, the
+        step of the last inversion) and `motion` (momentum and rates). If a group has fewer blocks than devices, the
+        parts that `flat_state` stores are None.
         """
         return {name: owned.blocks for name, owned in self.owned.items()} | self.shared
 
 
 class AdaptiveDampingState(NamedTuple):
-    """State of `kfac.presets.adaptive_damping`. It is defined here because `diagnostics` reads it.
+    """State of `kfac.adaptive_damping`. It is defined here because `diagnostics` reads it.
 
     Attributes:
       count: number of updates so far.
@@ -233,7 +239,7 @@ class AdaptiveDampingState(NamedTuple):
       reduction_ratio: actual change of the loss divided by the predicted change, at the last measurement; NaN before
         the first.
       inner: the state of the optimizer.
-      taken_back: number of steps rejected so far because the loss grew or became non-finite.
+      rejected_steps: number of steps rejected so far because the loss grew or became non-finite.
       again: whether the last step was rejected, so that the next step is measured.
     """
 
@@ -242,26 +248,28 @@ class AdaptiveDampingState(NamedTuple):
     next_damping: Array
     reduction_ratio: Array
     inner: Any
-    taken_back: Array
+    rejected_steps: Array
     again: Array
 
 
-def shards_of(state: KfacState) -> dict[str, Shard]:
+def assignments_of(state: KfacState) -> dict[str, BlockAssignment]:
     """Return the assignment of blocks to devices, for each group whose blocks have owners."""
-    return {name: owned.shard for name, owned in state.owned.items()}
+    return {name: owned.assignment for name, owned in state.owned.items()}
 
 
-def splits_of(state: KfacState) -> dict[str, PartitionSpec]:
+def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
     """Return the parameters' `PartitionSpec`s over a mesh, by path.
 
     They come from `init`, or from `find_layers` if `init` found no split parameters.
     """
-    return dict(state.splits.specs or state.settings.found.splits)
+    return dict(state.param_specs.specs or state.settings.found.param_specs)
 
 
 def devices_of(state: KfacState) -> int:
     """Return the number of devices that the blocks are assigned to; 1 if no group has owners."""
-    return max((shard.devices for shard in shards_of(state).values()), default=1)
+    return max(
+        (assignment.devices for assignment in assignments_of(state).values()), default=1
+    )
 
 
 def with_blocks(
@@ -407,17 +415,17 @@ def blocks_of(
 
 def check_state(config: Config, state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
-    check_blocks(state, config.way.devices)
+    check_blocks(state, config.comm.devices)
     # `kfac.kfac` may have chosen the inverse from the layers.
-    if state.owned and state.settings.inverse != config.inverse:
+    if state.owned and state.settings.preconditioner != config.preconditioner:
         raise ValueError(
-            f"inverse={config.inverse!r}, but the optimizer state is one for inverse={state.settings.inverse!r}: name "
-            "the one that it was initialised with"
+            f"preconditioner={config.preconditioner!r}, but the optimizer state is one for "
+            f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
-    adaptive = config.moves.adaptive_layer_rates
+    adaptive = config.scaling.adaptive_layer_rates
     blocks = {name: owned.shapes for name, owned in state.owned.items()} | state.shared
     for group in config.groups:
-        momentum, rate = blocks[group.name].motion
+        momentum, rate = blocks[group.name].momentum_state
         for option, expected, array in (
             ("momentum", config.has_momentum(group), momentum),
             ("adaptive_layer_rates", adaptive, rate),
@@ -435,10 +443,10 @@ def check_blocks(state: KfacState, devices: int) -> None:
     check_devices(state, devices)
     for owned in state.owned.values():
         actual = owned.blocks.weight.shape[0]
-        expected = owned.shard.positions
+        expected = owned.assignment.slots
         if actual != expected:
             raise ValueError(
-                f"this device must get {expected} of the state's {owned.shard.blocks} blocks of a shape, but gets "
+                f"this device must get {expected} of the state's {owned.assignment.blocks} blocks of a shape, but gets "
                 f"{actual}: use kfac.state.state_specs for its in_specs and out_specs"
             )
 
@@ -448,7 +456,7 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     actual = {}
     for name, (names,) in state.members.items():
         if name in state.owned:
-            size = state.owned[name].shard.blocks
+            size = state.owned[name].assignment.blocks
         else:
             size = state.shared[name].weight.shape[-1]
         actual[name] = f"{size} of {names}"

@@ -11,9 +11,10 @@ import optax
 from jax import Array
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Momentum, cosine
+from kfac._curvature.preconditioner import Momentum, cosine
 from kfac._factors import per_block
 from kfac._leaves import leaves_by_path
+from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import (
     Gradients,
     StepContext,
@@ -21,7 +22,14 @@ from kfac._optimizer.exchange import (
     all_finite,
     join,
 )
-from kfac._optimizer.moves import (
+from kfac._optimizer.flat_state import part_of, with_parts
+from kfac._optimizer.state import (
+    KfacMetrics,
+    KfacState,
+    PreconditionerState,
+    check_state,
+)
+from kfac._optimizer.step_scaling import (
     Kernels,
     MomentumState,
     Stack,
@@ -30,9 +38,6 @@ from kfac._optimizer.moves import (
     find_kernels,
     normalize_step,
 )
-from kfac._optimizer.place import Config, Vectors
-from kfac._optimizer.segment import part_of, with_parts
-from kfac._optimizer.state import InverseState, KfacMetrics, KfacState, check_state
 
 
 def preconditioned_step(
@@ -57,18 +62,18 @@ def preconditioned_step(
       The updates in the form of the gradients, and the state after the step.
     """
     check_state(config, state)
-    config.way.check("updates", updates.tree)
+    config.comm.check("updates", updates.tree)
     device = exchange(config, state)
     updates, gradients, square = device.receive(updates)
     leaves = leaves_by_path(updates.tree)
     skipped = [x for p, x in leaves.items() if p in config.layers.skipped_paths]
     # All devices have to agree before the next stages, which contain collectives.
-    usable = config.way.agree(all_finite(skipped, jnp.isfinite(square)))
+    usable = config.comm.agree(all_finite(skipped, jnp.isfinite(square)))
     directions, advanced, angles = precondition(device, now, gradients)
     norms = square, *device.products(directions, directions)
     steps, scale = clip(device, now, directions, gradients)
     steps, motions = add_momentum(device, now, steps, gradients, angles)
-    if config.moves.set_lengths:
+    if config.scaling.set_lengths:
         steps = set_lengths(device, now, steps, gradients, params)
     for name, motion in motions.items():
         if motion.rate is not None:
@@ -81,7 +86,7 @@ def preconditioned_step(
     return updates, state._replace(
         learning_rates=jnp.where(usable, rates, state.learning_rates),
         count=jnp.where(usable, optax.safe_increment(state.count), state.count),
-        refused=~usable,
+        step_rejected=~usable,
         metrics=metrics,
     )
 
@@ -90,7 +95,7 @@ def precondition(
     device: StepContext,
     now: StepScalars,
     gradients: Vectors,
-) -> tuple[Vectors, dict[str, InverseState], Vectors]:
+) -> tuple[Vectors, dict[str, PreconditionerState], Vectors]:
     """Precondition the gradients of this device's blocks.
 
     Returns:
@@ -100,26 +105,30 @@ def precondition(
     """
     config = device.config
     state = device.state
-    momentum = Momentum(now.momentum, config.moves.nesterov)
+    momentum = Momentum(now.momentum, config.scaling.nesterov)
     result = {}
     advanced = {}
     angles = {}
     for group in config.groups:
         name = group.name
-        inverse = group.inverse_of(config.inverse)
-        inverse_state = part_of(state, config.way, name, "inverse")
+        preconditioner = group.preconditioner_of(config.preconditioner)
+        preconditioner_state = part_of(state, config.comm, name, "preconditioner")
         ready = state.blocks[name].condition > 0
         gradient = gradients[name]
-        if inverse.takes_gradients:
-            advanced[name], result[name], angles[name] = inverse.advance(
-                inverse_state,
-                gradient,
-                now.damping,
-                momentum,
-                ready,
+        if preconditioner.takes_gradients:
+            advanced[name], result[name], angles[name] = (
+                preconditioner.precondition_momentum(
+                    preconditioner_state,
+                    gradient,
+                    now.damping,
+                    momentum,
+                    ready,
+                )
             )
             continue
-        applied = inverse.apply(inverse_state, gradient.mT, now.damping).mT
+        applied = preconditioner.apply(
+            preconditioner_state, gradient.mT, now.damping
+        ).mT
         # A block without an inverse keeps its gradient.
         result[name] = jnp.where(per_block(ready, applied), applied, gradient)
     return result, advanced, angles
@@ -131,7 +140,7 @@ def clip(
     steps: Vectors,
     gradients: Vectors,
 ) -> tuple[Vectors, Array]:
-    """Apply the KL clip, and with `rate_in_momentum` the negative learning rate.
+    """Apply the KL clip, and with `lr_in_momentum` the negative learning rate.
 
     Returns:
       The steps, and the scale of the KL clip, `min(1, sqrt(c / (lr^2 <v, g>)))` with `c = limit`.
@@ -143,7 +152,7 @@ def clip(
         scale = jnp.sqrt(now.limit / jnp.where(length > 0, length, 1))
         scale = jnp.where(length > now.limit, scale, 1.0)
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
-    if device.config.moves.rate_in_momentum:
+    if device.config.scaling.lr_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
     return steps, scale
 
@@ -157,13 +166,13 @@ def add_momentum(
 ) -> tuple[Vectors, dict[str, MomentumState]]:
     """Return the steps with momentum, and the momenta and adaptive rates after the step."""
     state = device.state
-    momentum = Momentum(now.momentum, device.config.moves.nesterov)
+    momentum = Momentum(now.momentum, device.config.scaling.nesterov)
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     steps = dict(steps)
     motions = {}
     for name in state.blocks:
-        trace, rate = part_of(state, device.way, name, "motion")
+        trace, rate = part_of(state, device.comm, name, "momentum_state")
         if rate is not None:
             angle = angles[name] if trace is None else cosine(trace, gradients[name])
             rate = adapted(rate, angle, full)
@@ -182,7 +191,7 @@ def set_lengths(
 ) -> Vectors:
     """Rescale the steps, see `normalize_step`."""
     config = device.config
-    need_params = [x for x in config.groups if config.moves.needs_params(x)]
+    need_params = [x for x in config.groups if config.scaling.needs_params(x)]
     weights = device.receive_params(params, need_params)
     owned: dict[str, Stack] = {}
     shared: dict[str, Stack] = {}
@@ -190,7 +199,7 @@ def set_lengths(
         name = group.name
         # Groups without owners have the same values on all devices. Joined with owned groups, whose values vary over
         # devices, their results would be marked as varying as well.
-        apart = not group.owned and not config.way.alone
+        apart = not group.owned and not config.comm.alone
         stacks = shared if apart else owned
         stacks[name] = build_stack(
             device,
@@ -212,7 +221,7 @@ def build_stack(
 ) -> Stack:
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
-    kernels = find_kernels(group, device.config.moves)
+    kernels = find_kernels(group, device.config.scaling)
     if all(np.all(x == x[0]) for x in kernels):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
     else:
@@ -231,7 +240,7 @@ def build_stack(
         owned = jnp.where(device.owns[name], sums, 0)
         zeros = jnp.zeros((len(sums), len(pieces)), sums.dtype)
         of_kernels = zeros.at[:, whose].add(owned)
-        return device.way.total(of_kernels)[:, whose]
+        return device.comm.total(of_kernels)[:, whose]
 
     return stack._replace(whole=whole)
 
@@ -258,7 +267,7 @@ def measure(
     Returns:
       The metrics, and whether the step is usable on all devices.
     """
-    way = device.way
+    comm = device.comm
     state = device.state
     metrics = device.state.metrics
     conditions = []
@@ -280,14 +289,14 @@ def measure(
     square, owned, shared = norms
     owned = owned.astype(jnp.float32)
     # A single message sends both numbers.
-    refusals, owned = way.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
-    extremes = way.largest(extremes)
+    refusals, owned = comm.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
+    extremes = comm.largest(extremes)
     # The same on all devices, because later branches depend on it.
     usable = refusals == 0
-    slowest = fastest = jnp.ones((), jnp.float32)
+    min_layer_rate = max_layer_rate = jnp.ones((), jnp.float32)
     if rates:
-        fastest = jnp.where(usable, extremes[2], metrics.fastest)
-        slowest = jnp.where(usable, 1 / extremes[3], metrics.slowest)
+        max_layer_rate = jnp.where(usable, extremes[2], metrics.max_layer_rate)
+        min_layer_rate = jnp.where(usable, 1 / extremes[3], metrics.min_layer_rate)
     scale = scale.astype(jnp.float32)
     new = metrics._replace(
         damping=jnp.where(usable, now.damping, metrics.damping),
@@ -298,25 +307,25 @@ def measure(
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),
         skipped_steps=metrics.skipped_steps + ~usable,
         kl_clip_scale=jnp.where(usable, scale, metrics.kl_clip_scale),
-        slowest=slowest,
-        fastest=fastest,
+        min_layer_rate=min_layer_rate,
+        max_layer_rate=max_layer_rate,
     )
     return new, usable
 
 
 def commit(
     device: StepContext,
-    inverses: dict[str, InverseState],
+    inverses: dict[str, PreconditionerState],
     motions: dict[str, MomentumState],
     usable: Array,
 ) -> KfacState:
     """Write momenta, rates and the inverses' new states into the state if the step is usable."""
     state = device.state
-    way = device.way
+    comm = device.comm
     for name, motion in motions.items():
-        new: dict[str, Any] = {"motion": motion}
+        new: dict[str, Any] = {"momentum_state": motion}
         if name in inverses:
-            new["inverse"] = inverses[name]
-        old = {part: part_of(state, way, name, part) for part in new}
-        state = with_parts(state, way, name, **optax.tree.where(usable, new, old))
+            new["preconditioner"] = inverses[name]
+        old = {part: part_of(state, comm, name, part) for part in new}
+        state = with_parts(state, comm, name, **optax.tree.where(usable, new, old))
     return state

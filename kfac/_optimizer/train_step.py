@@ -18,14 +18,21 @@ from kfac._capture.find_layers import find_layers
 from kfac._capture.make_layers import LONG
 from kfac._capture.microbatch import every_example, microbatch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
-from kfac._checks import check, check_function, check_given, with_hints
-from kfac._distributed.intervals import prices_of_layers
+from kfac._checks import (
+    HINTS,
+    RENAMED,
+    check,
+    check_function,
+    check_given,
+    with_hints,
+)
+from kfac._distributed.cost_model import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
+from kfac._mesh import PyTree
 from kfac._optimizer.diagnostics import eigenbasis, statistics_due
 from kfac._optimizer.kfac import chosen, kfac
-from kfac._optimizer.moves import ScalarOrSchedule
 from kfac._optimizer.observe import observe
-from kfac._varying import PyTree
+from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,9 +75,9 @@ class TrainStep:
           ValueError: if the number of examples is ambiguous, or if `num_microbatches` does not divide it.
         """
         # Find the layers outside `jit`, because `jit` hides how parameters are split over a mesh.
-        before = {(x.splits, x.num_examples) for x in self.layers.values()}
+        before = {(x.param_specs, x.num_examples) for x in self.layers.values()}
         layers = self._find_layers(params, args, kwargs, anew=True)
-        if before - {(layers.splits, layers.num_examples)}:
+        if before - {(layers.param_specs, layers.num_examples)}:
             # The programs were compiled for other layers.
             self.__dict__.pop("_programs", None)
         if layers.unclear and self.num_examples is None:
@@ -194,7 +201,7 @@ class TrainStep:
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
-        inverse, _, share = chosen(layers, **self.options)
+        preconditioner, _, share = chosen(layers, **self.options)
         parts = self.num_microbatches
         examples = self.num_examples
         if share > 1:
@@ -212,7 +219,7 @@ class TrainStep:
             num_examples=examples and examples // parts,
             **self.measured,
         )
-        if inverse.takes_moments:
+        if preconditioner.takes_moments:
             kwargs = {"basis": eigenbasis(opt_state, layers), **kwargs}
         measure = self._in_parts(measure, layers, parts)
         factors = measure(params, *args, fisher_key=fisher_key, **kwargs)
@@ -227,7 +234,7 @@ class TrainStep:
         return optax.apply_updates(params, updates), opt_state, value
 
 
-@with_hints
+@with_hints(HINTS | RENAMED)
 def train_step(
     loss_fn: Callable[..., Any],
     learning_rate: ScalarOrSchedule,
@@ -239,10 +246,10 @@ def train_step(
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
     skip: Sequence[str] = (),
-    reduce: Sequence[str] = (),
-    gradient: Sequence[str] = (),
+    kfac_reduce: Sequence[str] = (),
+    gradient_factors: Sequence[str] = (),
     strict: bool = False,
-    max_dim: int | None = None,
+    max_factor_dim: int | None = None,
     verbose: bool = True,
     donate: bool = False,
     **options: Any,
@@ -252,15 +259,15 @@ def train_step(
     ::
 
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/jax"))
-        step = kfac.train_step(loss_fn, kfac.schedules.rise_and_fall(0.1, num_steps))
+        step = kfac.train_step(loss_fn, kfac.schedules.warmup_linear_decay(0.1, num_steps))
         opt_state = step.init(params, batch)
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
     The step follows the training loop in the README. It takes statistics when they are due: in each of the first ten
-    steps, and then less and less often, until the interval reaches the value that `cost=` of `kfac.kfac` allows. With
-    `inverse=kfac.Ekfac()`, it also takes the moments. `print(kfac.find_layers(loss_fn, params, batch))` shows the
-    layers. The first line of the example caches compiled programs on disk for the next run.
+    steps, and then less and less often, until the interval reaches the value that `overhead=` of `kfac.kfac` allows.
+    With `preconditioner=kfac.EKFAC()`, it also takes the moments. `print(kfac.find_layers(loss_fn, params, batch))`
+    shows the layers. The first line of the example caches compiled programs on disk for the next run.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, which returns the mean loss, or a pair with `has_aux`. If the model
@@ -276,11 +283,11 @@ def train_step(
       batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
         positions that `find_layers` finds.
       skip: see `find_layers`.
-      reduce: see `find_layers`.
-      gradient: see `find_layers`.
+      kfac_reduce: see `find_layers`.
+      gradient_factors: see `find_layers`.
       strict: see `find_layers`.
-      max_dim: see `find_layers`. With `inverse=kfac.Ekfac()`, None means 8192, so that oblong kernels of up to
-        8192 rows stay whole.
+      max_factor_dim: see `find_layers`. With `preconditioner=kfac.EKFAC()`, None means 8192, so that oblong kernels of
+        up to 8192 rows stay whole.
       verbose: whether `init` prints a line about the layers, and whether compilations that take longer than 5 s report
         the time so far on stderr.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
@@ -299,16 +306,17 @@ def train_step(
     measured = dict(fisher=fisher, communication_dtype=communication_dtype)
     found: dict[str, Any] = dict(
         skip=skip,
-        reduce=reduce,
-        gradient=gradient,
+        kfac_reduce=kfac_reduce,
+        gradient_factors=gradient_factors,
         strict=strict,
     )
     check(has_aux=has_aux, **measured, num_microbatches=num_microbatches)
     check(**found, verbose=verbose, donate=donate)
-    check_given(num_examples=num_examples, batch_argnums=batch_argnums, max_dim=max_dim)
+    check_given(num_examples=num_examples, batch_argnums=batch_argnums)
+    check_given(max_factor_dim=max_factor_dim)
     if "layers" in options:
         raise TypeError(
-            "train_step finds the layers by itself: leave layers= out, and pass skip= and max_dim= here"
+            "train_step finds the layers by itself: leave layers= out, and pass skip= and max_factor_dim= here"
         )
     none = Layers((), ())
     try:
@@ -320,10 +328,10 @@ def train_step(
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    if max_dim is None and chosen(none, **options).inverse.takes_moments:
+    if max_factor_dim is None and chosen(none, **options).preconditioner.takes_moments:
         # Only whole kernels have moments.
-        max_dim = MAX_DIM
-    found |= dict(max_dim=max_dim, batch_argnums=batch_argnums)
+        max_factor_dim = MAX_DIM
+    found |= dict(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     return TrainStep(
         loss_fn,
         learning_rate,
@@ -390,7 +398,7 @@ def _jit_with_notice(
 
 def _summary(layers: Layers, options: dict[str, Any]) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
-    inverse, every, share = chosen(layers, **options)
+    preconditioner, every, share = chosen(layers, **options)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{share} of the examples" if share > 1 else ""
@@ -399,8 +407,8 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     size = f"{_short(within)} parameters"
     if total > within:
         size += f" ({_short(total - within)} more skipped)"
-    line = f"{count} layer{'s' * (count != 1)}, {size}, {type(inverse).__name__}, statistics{part} {when}"
-    prices = prices_of_layers(layers, inverse, every, share)
+    line = f"{count} layer{'s' * (count != 1)}, {size}, {type(preconditioner).__name__}, statistics{part} {when}"
+    prices = prices_of_layers(layers, preconditioner, every, share)
     if not prices:
         return line
     total_price = sum(prices.values())
@@ -409,7 +417,7 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:
         return line
-    return f"{line}, {prices[name]:.2f} for {name} alone: max_dim={rows // 4} cuts its factors into smaller blocks"
+    return f"{line}, {prices[name]:.2f} for {name} alone: max_factor_dim={rows // 4} cuts its factors into blocks"
 
 
 def _short(number: int) -> str:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kfac._mesh import sum_of_parts
 from kfac._packing import Shape
 from kfac._statistics.offsets import Axis, offset_moment
 from kfac._statistics.rows import (
@@ -27,7 +28,6 @@ from kfac._statistics.rows import (
     bordered,
     diagonal_blocks,
 )
-from kfac._varying import sum_of_parts
 
 # The number of patch elements formed at a time (16 MB in float32).
 PATCH_ELEMENTS = 1 << 22

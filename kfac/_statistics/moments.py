@@ -9,9 +9,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kfac._factors import Kronecker
+from kfac._mesh import sum_of_parts
 from kfac._statistics.convolution import PATCH_ELEMENTS, Patches
 from kfac._statistics.rows import Arrangement, Rows, accumulator
-from kfac._varying import sum_of_parts
 
 
 def squares_in_basis(

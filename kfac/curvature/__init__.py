@@ -1,30 +1,41 @@
 """Curvature matrices: linear operators on parameter trees, data-set factors, and exact Fisher matrices.
 
-- `operator`: turn an optimizer state or a `Factors` into a block-diagonal `Operator`, with inverse, roots, determinant
-  and samples.
-- `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `Matrix`.
-- `estimate`: average the factors over a data set at fixed parameters.
-- `averaged_factors`: read an optimizer's running averages.
+- `operator`: turn an optimizer state or a `Factors` into a block-diagonal `BlockOperator`, with inverse, roots,
+  determinant and samples.
+- `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `MatrixFreeOperator`.
+- `estimate_factors`: average the factors over a data set at fixed parameters.
+- `factors_from_state`: read an optimizer's running averages.
 - `eigenbasis`: return the factors' eigenvectors, the basis of EKFAC's moments.
-- `Likelihood`: define your own target distribution for `kfac.output`.
+- `Likelihood`: define your own target distribution for `kfac.mark_output`.
 - `exact`: compute the exact blocks of small models, to measure approximation errors.
 """
 
 from kfac._capture.likelihoods import Likelihood
+from kfac._checks import former_names as _former_names
 from kfac._optimizer.diagnostics import eigenbasis
 from kfac.curvature import exact as exact
-from kfac.curvature._estimate import estimate
+from kfac.curvature._estimate import estimate_factors
 from kfac.curvature._gauss_newton import gauss_newton
-from kfac.curvature._matrix import Matrix
-from kfac.curvature._operator import Operator, averaged_factors, operator
+from kfac.curvature._matrix import MatrixFreeOperator
+from kfac.curvature._operator import BlockOperator, factors_from_state, operator
 
 __all__ = [
+    "BlockOperator",
     "Likelihood",
-    "Matrix",
-    "Operator",
-    "averaged_factors",
+    "MatrixFreeOperator",
     "eigenbasis",
-    "estimate",
+    "estimate_factors",
+    "factors_from_state",
     "gauss_newton",
     "operator",
 ]
+
+__getattr__ = _former_names(
+    "kfac.curvature",
+    {
+        "Matrix": "MatrixFreeOperator",
+        "Operator": "BlockOperator",
+        "averaged_factors": "factors_from_state",
+        "estimate": "estimate_factors",
+    },
+)

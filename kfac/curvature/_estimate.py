@@ -18,7 +18,7 @@ from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 
 
-def estimate(
+def estimate_factors(
     loss_fn: Callable[..., Any],
     layers: Layers,
     params: Params,

@@ -13,8 +13,8 @@ from optax import Params
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_type
-from kfac.curvature._matrix import Linear, Matrix
-from kfac.curvature._operator import Operator
+from kfac.curvature._matrix import Linear, MatrixFreeOperator
+from kfac.curvature._operator import BlockOperator
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class GaussNewton(Linear):
     num_examples: int | None = dataclasses.field(metadata={"static": True})
     batches: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Params:
+    def shapes(self) -> Params:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params
         )
@@ -96,8 +96,8 @@ def gauss_newton(
     *data: Any,
     num_examples: int | None = None,
     batches: int = 1,
-    blocks: Operator | None = None,
-) -> Matrix:
+    blocks: BlockOperator | None = None,
+) -> MatrixFreeOperator:
     """Return a loss function's whole Gauss-Newton matrix, which equals the Fisher matrix.
 
     Unlike the block-diagonal `operator`, the whole matrix includes the curvature between layers. It is
@@ -112,7 +112,7 @@ def gauss_newton(
     To use several devices, place `params` and `data` on a mesh.
 
     Args:
-      loss_fn: `loss_fn(params, *data)`, the mean loss, with its outputs marked by `kfac.output`.
+      loss_fn: `loss_fn(params, *data)`, the mean loss, with its outputs marked by `kfac.mark_output`.
       params: the parameters.
       *data: the other arguments of `loss_fn`, with all examples over which the matrix is averaged.
       num_examples: the number of examples in `data` over which the loss is averaged, as for `value_and_grad`.
@@ -124,7 +124,7 @@ def gauss_newton(
         conjugate gradients take fewer steps.
 
     Returns:
-      A `Matrix`. `trace` and `logdet` also return an error, `eigsh` and `solve` also return residuals.
+      A `MatrixFreeOperator`. `trace` and `logdet` also return an error, `eigsh` and `solve` also return residuals.
 
     Raises:
       ValueError: an argument is out of range, `batches` does not divide an array or `num_examples`, or `blocks` leaves
@@ -143,7 +143,9 @@ def gauss_newton(
             if not shape or shape[0] % batches:
                 raise ValueError(f"batches={batches} does not divide {length}")
     if blocks is not None:
-        check_type("blocks", blocks, Operator, "what kfac.curvature.operator returns")
+        check_type(
+            "blocks", blocks, BlockOperator, "what kfac.curvature.operator returns"
+        )
         if len(blocks.blocks) < len(blocks.layers):
             raise ValueError(
                 "blocks leaves out parameters, which the whole matrix has: find layers without skip="
@@ -152,4 +154,4 @@ def gauss_newton(
         num_examples //= batches
     data = jax.tree.map(jnp.asarray, data)
     matrix = GaussNewton(params, data, loss_fn, num_examples, batches)
-    return Matrix((matrix,), (1.0,), 0.0, blocks)
+    return MatrixFreeOperator((matrix,), (1.0,), 0.0, blocks)

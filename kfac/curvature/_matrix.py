@@ -65,26 +65,28 @@ class Eigenpairs(NamedTuple):
 class Linear:
     """Base class of symmetric matrices over the parameters. A subclass defines `matvec` and `like`."""
 
-    near: Any = None  # an `Operator` that approximates the matrix: the preconditioner
+    preconditioner: Any = (
+        None  # an `BlockOperator` that approximates the matrix: the preconditioner
+    )
 
     def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters."""
         raise NotImplementedError
 
-    def like(self) -> Params:
+    def shapes(self) -> Params:
         """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         raise NotImplementedError
 
     @property
     def size(self) -> int:
         """The matrix dimension, which is the number of parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.like()))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.shapes()))
 
     def __matmul__(self, vector: Params | Array) -> Params | Array:
         """Multiply by a tree like the parameters, or by a flat vector in the order of `ravel_pytree(params)`."""
         if isinstance(vector, Array | np.ndarray) and vector.ndim == 1:
             # If the parameters are a bare vector, the result keeps the dtype of `vector`.
-            if vector.shape != getattr(self.like(), "shape", None):
+            if vector.shape != getattr(self.shapes(), "shape", None):
                 return self._flat(jnp.asarray(vector))
         return self.matvec(vector)
 
@@ -98,15 +100,19 @@ class Linear:
 
     def _zeros(self) -> tuple[Array, Callable[[Array], Params]]:
         """Return a flat vector of zeros, and the function that turns a flat vector into a tree."""
-        return ravel_pytree(jax.tree.map(jnp.zeros_like, self.like()))
+        return ravel_pytree(jax.tree.map(jnp.zeros_like, self.shapes()))
 
     def __mul__(self, scale: ArrayLike) -> Any:
         """Multiply the matrix by a number."""
         s = scalar(scale)
         matrix = as_matrix(self)
         scales = tuple(s * x for x in matrix.scales)
-        near = None if matrix.near is None else matrix.near * s
-        return Matrix(matrix.terms, scales, s * matrix.shift, near)
+        preconditioner = (
+            None if matrix.preconditioner is None else matrix.preconditioner * s
+        )
+        return MatrixFreeOperator(
+            matrix.terms, scales, s * matrix.shift, preconditioner
+        )
 
     __rmul__ = __mul__
 
@@ -119,12 +125,18 @@ class Linear:
         a = as_matrix(self)
         if isinstance(other, Linear):
             b = as_matrix(other)
-            # The sum of two operators is not an `Operator`, so only one of them can precondition.
-            near = b.near if a.near is None else a.near
+            # The sum of two operators is not an `BlockOperator`, so only one of them can precondition.
+            preconditioner = (
+                b.preconditioner if a.preconditioner is None else a.preconditioner
+            )
             shift = a.shift + b.shift
-            return Matrix(a.terms + b.terms, a.scales + b.scales, shift, near)
-        near = None if a.near is None else a.near + other
-        return dataclasses.replace(a, shift=a.shift + scalar(other), near=near)
+            return MatrixFreeOperator(
+                a.terms + b.terms, a.scales + b.scales, shift, preconditioner
+            )
+        preconditioner = None if a.preconditioner is None else a.preconditioner + other
+        return dataclasses.replace(
+            a, shift=a.shift + scalar(other), preconditioner=preconditioner
+        )
 
     __radd__ = __add__
 
@@ -164,7 +176,7 @@ class Linear:
         return f"{type(self).__name__}({self.size:,} parameters)"
 
 
-class MatrixFreeOperator(Linear):
+class KrylovOperator(Linear):
     """Base class of matrices whose solutions, functions, trace and determinant need only products."""
 
     def solve(
@@ -175,7 +187,7 @@ class MatrixFreeOperator(Linear):
         tolerance: float = 1e-5,
         max_steps: int = 1000,
     ) -> Solution:
-        """Compute `(M + damping I)^-1 v` by conjugate gradients, preconditioned by `near` unless it is None.
+        """Compute `(M + damping I)^-1 v` by conjugate gradients, preconditioned by `preconditioner` unless it is None.
 
         Args:
           tree: `v`, a tree like the parameters.
@@ -185,7 +197,11 @@ class MatrixFreeOperator(Linear):
         """
         _, unravel = self._zeros()
         damped = self + damping
-        precondition = _unchanged if damped.near is None else damped.near.inv()._flat
+        precondition = (
+            _unchanged
+            if damped.preconditioner is None
+            else damped.preconditioner.inv()._flat
+        )
         flat, _ = ravel_pytree(tree)
         x, steps, residual = conjugate_gradients(
             damped._flat, flat, precondition, tolerance, max_steps
@@ -223,7 +239,11 @@ class MatrixFreeOperator(Linear):
           An `Estimate`. Its error is the root of the sum of two squares: the standard error, and the change in the
           value over the second half of the steps. This change approximates the truncation error.
         """
-        root = _unchanged if self.near is None else self.near.inv_sqrt()._flat
+        root = (
+            _unchanged
+            if self.preconditioner is None
+            else self.preconditioner.inv_sqrt()._flat
+        )
 
         def of_probe(signs):
             size = signs.size
@@ -236,8 +256,8 @@ class MatrixFreeOperator(Linear):
 
         (value, value_of_half), (error, _) = self._mean(of_probe, key, probes)
         error = jnp.hypot(error, value - value_of_half)
-        if self.near is not None:
-            value += self.near.logdet()
+        if self.preconditioner is not None:
+            value += self.preconditioner.logdet()
         return Estimate(value, error)
 
     def _mean(
@@ -267,26 +287,27 @@ def _unchanged(vector: Array) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Matrix(MatrixFreeOperator):
+class MatrixFreeOperator(KrylovOperator):
     """A linear combination of symmetric matrices over the parameters, plus a multiple of the identity.
 
-    `kfac.curvature.gauss_newton` and sums of operators return a `Matrix`. Like `Operator`, it is a pytree.
+    `kfac.curvature.gauss_newton` and sums of operators return a `MatrixFreeOperator`. Like `BlockOperator`, it is a
+    pytree.
 
     Attributes:
       terms: the matrices.
       scales: the factor of each matrix.
       shift: the factor of the identity.
-      near: the `Operator` that preconditions `solve`, `inv` and `logdet`, or None.
+      preconditioner: the `BlockOperator` that preconditions `solve`, `inv` and `logdet`, or None.
     """
 
     terms: tuple[Any, ...]
     scales: tuple[Any, ...]
     shift: Any = 0.0
-    near: Any = None
+    preconditioner: Any = None
 
-    def like(self) -> Params:
+    def shapes(self) -> Params:
         """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
-        return self.terms[0].like()
+        return self.terms[0].shapes()
 
     def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
@@ -315,23 +336,23 @@ def _add_scaled(
     return x + sum(scale * y for scale, y in zip(scales, terms, strict=True))
 
 
-def as_matrix(matrix: Linear) -> Matrix:
-    if isinstance(matrix, Matrix):
+def as_matrix(matrix: Linear) -> MatrixFreeOperator:
+    if isinstance(matrix, MatrixFreeOperator):
         return matrix
-    return Matrix((matrix,), (1.0,), near=matrix.near)
+    return MatrixFreeOperator((matrix,), (1.0,), preconditioner=matrix.preconditioner)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Inverted(MatrixFreeOperator):
+class Inverted(KrylovOperator):
     """The inverse of a matrix: a product solves a linear system by conjugate gradients."""
 
     matrix: Any
     tolerance: float = dataclasses.field(metadata={"static": True})
     max_steps: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Params:
-        return self.matrix.like()
+    def shapes(self) -> Params:
+        return self.matrix.shapes()
 
     def matvec(self, tree: Params) -> Params:
         solution = self.matrix.solve(
@@ -351,7 +372,7 @@ class Inverted(MatrixFreeOperator):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Function(MatrixFreeOperator):
+class Function(KrylovOperator):
     """A function of a matrix, applied to vectors by Lanczos' method.
 
     A product with `v` is `|v| Q fn(T) e_1`, with the Lanczos basis `Q` of `v` and the tridiagonal matrix `T`.
@@ -361,8 +382,8 @@ class Function(MatrixFreeOperator):
     fn: Callable[[Array], Array] = dataclasses.field(metadata={"static": True})
     steps: int = dataclasses.field(metadata={"static": True})
 
-    def like(self) -> Params:
-        return self.matrix.like()
+    def shapes(self) -> Params:
+        return self.matrix.shapes()
 
     def matvec(self, tree: Params) -> Params:
         flat, unravel = ravel_pytree(tree)

@@ -13,11 +13,15 @@ from jax.typing import ArrayLike
 from optax import Params
 
 from kfac._capture.value_and_grad import check_basis
-from kfac._checks import check_layers, check_range
+from kfac._checks import RENAMED, check_layers, check_range, with_hints
 from kfac._curvature.blocks import Group, check_factors, group_layers
 from kfac._curvature.eigh import Eigh, rotate
-from kfac._curvature.ekfac import Ekfac, Moments
-from kfac._curvature.inverse import Inverse, check_inverse, damping_of_blocks
+from kfac._curvature.ekfac import EKFAC, Moments
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    check_preconditioner,
+    damping_of_blocks,
+)
 from kfac._curvature.refresh import one_by_one
 from kfac._factors import Eigen, Factors, Kronecker
 from kfac._layers import Layer, Layers
@@ -88,10 +92,10 @@ class Block:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Operator(Linear):
+class BlockOperator(Linear):
     """A symmetric block-diagonal matrix over the parameters, with a block per layer.
 
-    `kfac.curvature.operator` returns it. An `Operator` is a pytree: it passes through `jax.jit`, its arrays can be
+    `kfac.curvature.operator` returns it. An `BlockOperator` is a pytree: it passes through `jax.jit`, its arrays can be
     placed on devices, and `jax.vmap(op.matvec)` multiplies stacked trees. Trees have the parameters' structure.
 
     Skipped parameters have no block. An operator from a `Factors` also has no blocks for parameters with gradient
@@ -116,12 +120,12 @@ class Operator(Linear):
                 products |= _leaves(layer, block @ layer.to_pieces(matrix))
         return _fill(tree, products)
 
-    def map(self, fn: Callable[[Array], Array]) -> Operator:
+    def map(self, fn: Callable[[Array], Array]) -> BlockOperator:
         """Apply `fn` to the eigenvalues, elementwise; the eigenvectors stay the same."""
         blocks = {name: block.map(fn) for name, block in self.blocks.items()}
         return dataclasses.replace(self, blocks=blocks)
 
-    def __mul__(self, scale: ArrayLike) -> Operator:
+    def __mul__(self, scale: ArrayLike) -> BlockOperator:
         """Multiply the matrix by a number."""
         s = scalar(scale)
         return self.map(lambda values: jnp.multiply(s, values))
@@ -137,15 +141,15 @@ class Operator(Linear):
 
     __radd__ = __add__
 
-    def inv(self) -> Operator:
+    def inv(self) -> BlockOperator:
         """Return the inverse. Zero eigenvalues become infinite; damping prevents this."""
         return self.map(lambda values: 1 / values)
 
-    def sqrt(self) -> Operator:
+    def sqrt(self) -> BlockOperator:
         """Return the symmetric square root."""
         return self.map(jnp.sqrt)
 
-    def inv_sqrt(self) -> Operator:
+    def inv_sqrt(self) -> BlockOperator:
         """Return the inverse of the symmetric square root."""
         return self.map(lambda values: 1 / jnp.sqrt(values))
 
@@ -192,11 +196,11 @@ class Operator(Linear):
         return self.blocks[name]
 
     @property
-    def near(self) -> Operator | None:
+    def preconditioner(self) -> BlockOperator | None:
         """The operator itself as the preconditioner for sums, or None if a layer has no block."""
         return self if len(self.blocks) == len(self.layers) else None
 
-    def like(self) -> Params:
+    def shapes(self) -> Params:
         """Return the parameters' shapes, a tree of `jax.ShapeDtypeStruct`, with the common dtype of all blocks."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
         shapes: dict[str, tuple[int, ...]] = {}
@@ -233,7 +237,7 @@ class Operator(Linear):
         leaves: dict[str, Array] = {}
         for layer, block in self._by_layer():
             leaves |= _leaves(layer, matrix_of(block))
-        return _fill(self.like(), leaves)
+        return _fill(self.shapes(), leaves)
 
 
 def _leaves(layer: Layer, matrix: Array) -> dict[str, Array]:
@@ -252,21 +256,22 @@ def _fill(tree: Params, leaves: Mapping[str, Array]) -> Params:
     )
 
 
+@with_hints(RENAMED)
 def operator(
     layers: Layers,
     source: Any,
     *,
     damping: float | Array | None = None,
-    inverse: Inverse | None = None,
+    preconditioner: BlockPreconditioner | None = None,
     basis: dict[str, Kronecker] | None = None,
-) -> Operator:
+) -> BlockOperator:
     """Return the damped curvature of an optimizer state or of a `Factors` as a linear operator.
 
-    The argument `inverse` sets the block of a Kronecker layer with damping `l`:
+    The argument `preconditioner` sets the block of a Kronecker layer with damping `l`:
 
     - `kfac.Eigh()`: `A (x) G + l I`;
     - `kfac.Cholesky()`: `(A + pi sqrt(l) I) (x) (G + sqrt(l)/pi I)` (Martens & Grosse 2015, section 6.3);
-    - `kfac.Ekfac()`: the eigenvectors of `A (x) G`. The eigenvalues are the second moments of per-example gradients
+    - `kfac.EKFAC()`: the eigenvectors of `A (x) G`. The eigenvalues are the second moments of per-example gradients
       plus `l` (George et al. 2018). A layer without moments has the block of `Eigh()`.
 
     Unit-wise and diagonal blocks are `F + l I`. This function decomposes the factors, which takes several times as long
@@ -275,77 +280,83 @@ def operator(
     Args:
       layers: the layers that `find_layers` returned.
       source: a `Factors` from `value_and_grad` or `estimate`, or an optimizer state. A state supplies its running
-        averages and, with `Ekfac`, its corrected eigenvalues. Directly after a refresh,
+        averages and, with `EKFAC`, its corrected eigenvalues. Directly after a refresh,
         `kfac.curvature.operator(layers, opt_state).inv() @ grads` equals the output of `scale_by_kfac` for all
         parameters with a block. If the state is spread over several devices, pass the result of
         `kfac.state.gather_state`.
       damping: the damping `l`, not negative. If the inverse is `relative`, the unit is each block's mean eigenvalue.
         The default is 0 for a `Factors`. For a state, the default is the damping of its next step, times
-        `unitwise_damping` for unit-wise and diagonal blocks.
-      inverse: an inverse from the list above, or another `kfac.Inverse` with a `spectrum` method. The default is the
-        state's inverse. For a `Factors`, the default is `Ekfac()` with `basis`, otherwise `Eigh()`. With a state, the
-        operator takes the option `relative` from the state's inverse.
+        `unitwise_damping_scale` for unit-wise and diagonal blocks.
+      preconditioner: an inverse from the list above, or another `kfac.BlockPreconditioner` with a `spectrum` method.
+        The default is the state's inverse. For a `Factors`, the default is `EKFAC()` with `basis`, otherwise `Eigh()`.
+        With a state, the operator takes the option `relative` from the state's inverse.
       basis: the eigenvectors in which the moments of a `Factors` were taken.
 
     Returns:
-      An `Operator`.
+      An `BlockOperator`.
 
     Raises:
       ValueError: an argument is out of range, does not match `layers`, or has no effect, or the inverse has no
-        `spectrum`, such as `kfac.Soap()`.
+        `spectrum`, such as `kfac.SOAP()`.
     """
     check_layers(layers)
     if damping is not None:
         check_range("damping", damping, "[0, inf)")
-    if inverse is not None:
-        check_inverse(inverse)
+    if preconditioner is not None:
+        check_preconditioner(preconditioner)
     given = jnp.asarray(0.0 if damping is None else damping)
     shared = given
     if isinstance(source, Factors):
-        inverse, stacks = _from_factors(layers, source, inverse, basis)
+        preconditioner, stacks = _from_factors(layers, source, preconditioner, basis)
     else:
         if basis is not None:
             raise ValueError(
                 "basis is for factors: the state of an optimizer has its own"
             )
         state = find_state(source, "source")
-        inverse = _inverse_for(state, inverse)
+        preconditioner = _preconditioner_for(state, preconditioner)
         stacks = blocks_of(state, layers, "source")
         if damping is None:
             given = state.observe_damping
-            shared = given * state.unitwise_damping
+            shared = given * state.unitwise_damping_scale
     blocks: dict[str, Block] = {}
     for group, stack in stacks:
-        blocks |= _decompose(group, stack, inverse, given if group.owned else shared)
+        blocks |= _decompose(
+            group, stack, preconditioner, given if group.owned else shared
+        )
     in_order = {
         layer.name: blocks[layer.name] for layer in layers if layer.name in blocks
     }
-    return Operator(in_order, layers)
+    return BlockOperator(in_order, layers)
 
 
 class Stack(NamedTuple):
     """A group's statistics and the state of its inverse, None without moments, as in a `BlockState`."""
 
     factors: Any
-    inverse: Any
+    preconditioner: Any
 
 
 def _decompose(
     group: Group,
     stack: Stack | BlockState,
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     damping: Array,
 ) -> dict[str, Block]:
     """Return the damped block of each layer in a group."""
-    inverse = group.inverse_of(inverse)
-    inverse_state = stack.inverse if inverse.takes_moments else None
+    preconditioner = group.preconditioner_of(preconditioner)
+    preconditioner_state = (
+        stack.preconditioner if preconditioner.takes_moments else None
+    )
 
     def spectrum(*members):
         stacks_of_one = jax.tree.map(lambda x: x[None], members)
-        return jax.tree.map(lambda x: x[0], Block(*inverse.spectrum(*stacks_of_one)))
+        return jax.tree.map(
+            lambda x: x[0], Block(*preconditioner.spectrum(*stacks_of_one))
+        )
 
-    amounts = damping_of_blocks(inverse, stack.factors, damping)
-    spectra = one_by_one(spectrum, inverse_state, stack.factors, amounts)
+    amounts = damping_of_blocks(preconditioner, stack.factors, damping)
+    spectra = one_by_one(spectrum, preconditioner_state, stack.factors, amounts)
     blocks = {}
     for layer, part in group.split(spectra):
         # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
@@ -358,65 +369,69 @@ def _decompose(
 def _from_factors(
     layers: Layers,
     factors: Factors,
-    inverse: Inverse | None,
+    preconditioner: BlockPreconditioner | None,
     basis: Mapping[str, Kronecker] | None,
-) -> tuple[Inverse, Iterable[tuple[Group, Stack | BlockState]]]:
+) -> tuple[BlockPreconditioner, Iterable[tuple[Group, Stack | BlockState]]]:
     """Return the inverse and the stacks, by group, or with a basis by layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
     stacks = []
     if basis is None:
         has_moments = any(block.moments is not None for block in factors.values())
-        if inverse is None and has_moments:
+        if preconditioner is None and has_moments:
             raise ValueError(
-                "factors have moments: pass the basis= of these, or inverse=kfac.Eigh() to leave them out"
+                "factors have moments: pass the basis= of these, or preconditioner=kfac.Eigh() to leave them out"
             )
-        inverse = inverse or Eigh()
-        if inverse.takes_moments:
+        preconditioner = preconditioner or Eigh()
+        if preconditioner.takes_moments:
             raise ValueError(
-                f"inverse={inverse!r} of factors needs the basis= that their moments were taken in"
+                f"preconditioner={preconditioner!r} of factors needs the basis= that their moments were taken in"
             )
         for group in group_layers(layers):
             if group.captured:
                 stacks.append((group, Stack(group.stack_factors(factors), None)))
-        return inverse, stacks
-    inverse = inverse or Ekfac()
-    if not inverse.takes_moments:
+        return preconditioner, stacks
+    preconditioner = preconditioner or EKFAC()
+    if not preconditioner.takes_moments:
         raise ValueError(
-            f"inverse={inverse!r} has no use for basis=, which belongs to kfac.Ekfac()"
+            f"preconditioner={preconditioner!r} has no use for basis=, which belongs to kfac.EKFAC()"
         )
     check_basis(basis, layers)
     for layer in layers.with_factors:
         group = Group(layer.name, (layer,))
         statistics = group.stack_factors(factors)
-        inverse_state = None
-        if layer.correctable:
-            inverse.check(layer, factors[layer.name])
+        preconditioner_state = None
+        if layer.supports_ekfac:
+            preconditioner.check(layer, factors[layer.name])
             vectors = group.block.stack(layer, basis[layer.name])
-            # `Ekfac.spectrum` computes the factors' eigenvalues along these vectors.
+            # `EKFAC.spectrum` computes the factors' eigenvalues along these vectors.
             sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
             weight = jnp.ones_like(statistics.moments[:, 0, 0])
             moments = Moments(statistics.moments, weight)
-            inverse_state = dataclasses.replace(sides, moments=moments)
-        stacks.append((group, Stack(statistics, inverse_state)))
-    return inverse, stacks
+            preconditioner_state = dataclasses.replace(sides, moments=moments)
+        stacks.append((group, Stack(statistics, preconditioner_state)))
+    return preconditioner, stacks
 
 
-def _inverse_for(state: KfacState, inverse: Inverse | None) -> Inverse:
+def _preconditioner_for(
+    state: KfacState, preconditioner: BlockPreconditioner | None
+) -> BlockPreconditioner:
     """Return the inverse for an optimizer state, by default the state's own."""
-    of_state = state.settings.inverse if state.owned else inverse or Eigh()
-    if inverse is None:
+    of_state = (
+        state.settings.preconditioner if state.owned else preconditioner or Eigh()
+    )
+    if preconditioner is None:
         return of_state
     # The state's damping is in the units of the state's inverse, so the new inverse takes over `relative`.
-    inverse = dataclasses.replace(inverse, relative=of_state.relative)
-    if inverse.takes_moments and inverse != of_state:
+    preconditioner = dataclasses.replace(preconditioner, relative=of_state.relative)
+    if preconditioner.takes_moments and preconditioner != of_state:
         raise ValueError(
-            f"inverse={inverse!r}, but the state is that of an optimizer with inverse={of_state!r}"
+            f"preconditioner={preconditioner!r}, but the state is that of an optimizer with preconditioner={of_state!r}"
         )
-    return inverse
+    return preconditioner
 
 
-def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
+def factors_from_state(opt_state: Any, layers: Layers) -> Factors:
     """Return an optimizer's bias-corrected running averages, from which the inverses are computed.
 
     Args:
@@ -426,7 +441,7 @@ def averaged_factors(opt_state: Any, layers: Layers) -> Factors:
 
     Returns:
       A `Factors`, which holds zeros before the first statistics. It has no blocks for layers with gradient factors, and
-      no moments, even with `inverse=kfac.Ekfac()`; `kfac.curvature.operator(layers, opt_state)` includes both.
+      no moments, even with `preconditioner=kfac.EKFAC()`; `kfac.curvature.operator(layers, opt_state)` includes both.
 
     Raises:
       ValueError: `opt_state` holds no K-FAC state or several, the state does not match `layers`, or it is spread

@@ -41,7 +41,7 @@ def fisher_blocks(
     """Return a function that computes the exact Fisher block of each layer.
 
     Let `n` be the number of examples, and `J_r` the Jacobian of row `r` of the marked output with respect to a layer's
-    parameters. `loss_fn` marks the output with `kfac.output`. The block is, by `fisher`:
+    parameters. `loss_fn` marks the output with `kfac.mark_output`. The block is, by `fisher`:
 
     - `"true"`: `(1/n) sum_r J_r^T H_r J_r`. `H_r` is the second moment of the gradient of `-log p(y | output)` with
       respect to row `r`, over targets `y` from the distribution that the network predicts. `value_and_grad` with

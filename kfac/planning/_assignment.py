@@ -17,19 +17,23 @@ from jax.sharding import AbstractMesh
 
 from kfac._checks import check, check_layers
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.inverse import Inverse, check_inverse, count_bytes
-from kfac._curvature.soap import Soap
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    check_preconditioner,
+    count_bytes,
+)
+from kfac._curvature.soap import SOAP
+from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import Cost, Shard, group_costs, make_shards
-from kfac._distributed.segments import BUCKETS, make_buckets, make_segments
-from kfac._distributed.ways import Way
+from kfac._distributed.message_layout import BUCKETS, make_buckets, make_message_layout
+from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks, group_costs
 from kfac._factors import Block, Kronecker, Statistics
 from kfac._layers import Layer, Layers
-from kfac._optimizer.moves import Moves
-from kfac._optimizer.over_mesh import init_over_mesh
-from kfac._optimizer.place import Config
+from kfac._optimizer.config import Config
+from kfac._optimizer.sharded_step import init_over_mesh
 from kfac._optimizer.state import Settings
-from kfac._packing import room
+from kfac._optimizer.step_scaling import ScalingConfig
+from kfac._packing import padded_shape
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -43,7 +47,7 @@ class Assignment:
     Attributes:
       layers: the layers.
       devices: number of devices.
-      inverse: the kind of inverse, as for the optimizer. None: `Soap()`, the default of `kfac.kfac`.
+      preconditioner: the kind of inverse, as for the optimizer. None: `SOAP()`, the default of `kfac.kfac`.
       gradients: how gradients get to the blocks' owners.
 
         - `"averaged"`: an all-reduce gives them to all devices, by `lax.pmean`, or by XLA for replicated parameters.
@@ -54,7 +58,7 @@ class Assignment:
 
     layers: Layers
     devices: int = 1
-    inverse: Inverse | None = None
+    preconditioner: BlockPreconditioner | None = None
     gradients: str = "averaged"
     communication_dtype: str = "float32"
 
@@ -66,12 +70,12 @@ class Assignment:
             gradients=self.gradients,
             communication_dtype=self.communication_dtype,
         )
-        check_inverse(self.kind)
+        check_preconditioner(self.kind)
 
     @property
-    def kind(self) -> Inverse:
-        """The kind of inverse, which is `inverse`, or `Soap()` if this is None."""
-        return Soap() if self.inverse is None else self.inverse
+    def kind(self) -> BlockPreconditioner:
+        """The kind of inverse, which is `preconditioner`, or `SOAP()` if this is None."""
+        return SOAP() if self.preconditioner is None else self.preconditioner
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -79,9 +83,9 @@ class Assignment:
         return group_layers(self.layers)
 
     @functools.cached_property
-    def shards(self) -> dict[str, Shard]:
+    def assignments(self) -> dict[str, BlockAssignment]:
         """How each Kronecker group is dealt to the devices, by group name."""
-        return make_shards(self.costs, self.devices)
+        return assign_blocks(self.costs, self.devices)
 
     @property
     def costs(self) -> list[Cost]:
@@ -93,23 +97,27 @@ class Assignment:
         """Work of a refresh on each device, in units of `n^3`. The largest number is the critical path."""
         total = np.zeros(self.devices, int)
         for cost in self.costs:
-            total += cost.work * np.sum(self.shards[cost.name].held, axis=1)
+            total += cost.work * np.sum(self.assignments[cost.name].slot_mask, axis=1)
         return total.tolist()
 
     @property
     def memory_per_device(self) -> int:
         """Bytes that each device holds for running averages, inverses and momentum."""
         mesh = AbstractMesh((self.devices,), ("devices",))
-        way = Way(("devices",), ("devices",))
-        config = Config(self.layers, self.groups, self.kind, way, Moves(momentum=0.9))
+        comm = CommContext(("devices",), ("devices",))
+        config = Config(
+            self.layers, self.groups, self.kind, comm, ScalingConfig(momentum=0.9)
+        )
         settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
         state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
 
         def in_blocks(states):
-            return count_bytes([(x.factors, x.inverse, x.motion) for x in states])
+            return count_bytes(
+                [(x.factors, x.preconditioner, x.momentum_state) for x in states]
+            )
 
         spread = in_blocks(owned.blocks for owned in state.owned.values())
-        spread += count_bytes(state.segment)
+        spread += count_bytes(state.flat_state)
         copied = in_blocks(state.shared.values()) + count_bytes(state.bases)
         return spread // self.devices + copied
 
@@ -127,7 +135,7 @@ class Assignment:
             for group in self.groups:
                 if group.captured and group.owned:
                     packed = jax.eval_shape(functools.partial(self._packed, group))
-                    positions = self.shards[group.name].positions
+                    positions = self.assignments[group.name].slots
                     owned += positions * count_bytes(packed)
                 elif group.captured:
                     rest += group.size * count_bytes(self._statistics(group))
@@ -153,7 +161,7 @@ class Assignment:
         for layer in self.layers.with_factors:
             if layer.block.owned:
                 for shape in layer.side_shapes.values():
-                    total += layer.copies * math.prod(room(shape))
+                    total += layer.copies * math.prod(padded_shape(shape))
         return total
 
     @property
@@ -197,7 +205,7 @@ class Assignment:
 
     @property
     def fetched_messages(self) -> dict[str, int]:
-        """Message bytes for the new bases that all devices get after a refresh with `Ekfac`, by kind of message."""
+        """Message bytes for the new bases that all devices get after a refresh with `EKFAC`, by kind of message."""
         return dict(self._messages(self._basis, "all-gather"))
 
     def _messages(
@@ -229,10 +237,12 @@ class Assignment:
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * count_bytes(arrays)
         for names in make_buckets(in_all, number):
-            segments = make_segments(self.shards, {name: sizes[name] for name in names})
+            segments = make_message_layout(
+                self.assignments, {name: sizes[name] for name in names}
+            )
             width = segments.width
             for name in names:
-                width += self.shards[name].full * sizes[name]
+                width += self.assignments[name].full * sizes[name]
             total[kind] += self.devices * width * itemsize
             total["all-to-all"] += self.devices * segments.exchanged * itemsize
         return +total  # unary plus drops zeros
@@ -263,7 +273,7 @@ class Assignment:
                 members = zip(group.layers, group.counts, group.starts, strict=True)
                 for layer, count, start in members:
                     for copy in range(count):
-                        device, _ = self.shards[group.name].location(start + copy)
+                        device, _ = self.assignments[group.name].location(start + copy)
                         owners.append((layer.name, copy, device))
         return owners
 
@@ -274,7 +284,7 @@ class Assignment:
 def with_positions(assignment: Assignment) -> list[tuple[int, Group]]:
     """Return the groups whose blocks have owners, each with the number of positions for its blocks on a device."""
     return [
-        (assignment.shards[group.name].positions, group)
+        (assignment.assignments[group.name].slots, group)
         for group in assignment.groups
         if group.owned
     ]

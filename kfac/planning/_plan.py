@@ -7,9 +7,9 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from kfac._checks import check, check_given
-from kfac._curvature.inverse import Inverse
-from kfac._distributed.intervals import applied, products_of, statistics_of
+from kfac._checks import RENAMED, check, check_given, with_hints
+from kfac._curvature.preconditioner import BlockPreconditioner
+from kfac._distributed.cost_model import applied, products_of, statistics_of
 from kfac._layers import Layers, format_bytes
 from kfac.planning._assignment import Assignment, gradient_bytes, with_positions
 
@@ -53,8 +53,8 @@ class Plan:
       batch: the global batch size in examples.
       hardware: a device's assumed speed and memory.
       overhead: the target overhead, as a fraction of a first-order step's time.
-      statistics_every: the interval between statistics, in steps. None if no interval meets the overhead.
-      inverse_every: the interval between refreshes, in steps. None if no interval meets the overhead.
+      statistics_period: the interval between statistics, in steps. None if no interval meets the overhead.
+      inverse_update_period: the interval between refreshes, in steps. None if no interval meets the overhead.
       flops: FLOPs of a device, by part: `"model"` and `"preconditioning"` in each step, `"statistics"` each time they
         are taken, and `"inversions"` in each refresh, on the critical path.
       messages: bytes by kind of message, by part: `"gradients"` and `"results"` (preconditioned gradients) in each
@@ -70,8 +70,8 @@ class Plan:
     batch: int
     hardware: Hardware
     overhead: float
-    statistics_every: int | None
-    inverse_every: int | None
+    statistics_period: int | None
+    inverse_update_period: int | None
     flops: dict[str, float]
     messages: dict[str, dict[str, int]]
     seconds: dict[str, float]
@@ -98,14 +98,17 @@ class Plan:
         Without intervals, this counts preconditioning and its messages only.
         """
         always = self.seconds["preconditioning"] + self.seconds["results"]
-        if not self.statistics_every or not self.inverse_every:
+        if not self.statistics_period or not self.inverse_update_period:
             return always
-        return always + _seldom(self.seconds, self.statistics_every, self.inverse_every)
+        return always + _seldom(
+            self.seconds, self.statistics_period, self.inverse_update_period
+        )
 
     def __repr__(self) -> str:
         return _text(self)
 
 
+@with_hints(RENAMED)
 def plan(
     layers: Layers,
     *,
@@ -113,11 +116,11 @@ def plan(
     batch: int,
     hardware: str | Hardware = "h100",
     overhead: float = 0.05,
-    inverse: Inverse | None = None,
+    preconditioner: BlockPreconditioner | None = None,
     gradients: str = "averaged",
     communication_dtype: str = "float32",
-    inverse_every: int | None = None,
-    statistics_every: int | None = None,
+    inverse_update_period: int | None = None,
+    statistics_period: int | None = None,
     **rates: float,
 ) -> Plan:
     """Predict the cost of K-FAC on many devices from the layers' shapes. This compiles nothing and needs no device.
@@ -134,11 +137,11 @@ def plan(
       overhead: the acceptable overhead of a mean step, as a fraction of a first-order step's time. The function picks
         the shortest intervals that meet it: first a common interval, then a shorter interval for statistics if the
         budget allows this.
-      inverse: the kind of inverse, as for the optimizer. None: `Soap()`, the default of `kfac.kfac`.
+      preconditioner: the kind of inverse, as for the optimizer. None: `SOAP()`, the default of `kfac.kfac`.
       gradients: how gradients get to the blocks' owners; see `Assignment`.
       communication_dtype: the dtype of the statistics' messages, as for `value_and_grad`.
-      inverse_every: the interval between refreshes. None picks it.
-      statistics_every: the interval between statistics. None picks it.
+      inverse_update_period: the interval between refreshes. None picks it.
+      statistics_period: the interval between statistics. None picks it.
       **rates: values that replace fields of `hardware`: `flops`, `inversion_flops`, `bandwidth`, `memory`.
 
     Returns:
@@ -150,8 +153,12 @@ def plan(
     """
     machine = _machine(hardware, rates)
     check(batch=batch, overhead=overhead)
-    check_given(inverse_every=inverse_every, statistics_every=statistics_every)
-    assignment = Assignment(layers, devices, inverse, gradients, communication_dtype)
+    check_given(
+        inverse_update_period=inverse_update_period, statistics_period=statistics_period
+    )
+    assignment = Assignment(
+        layers, devices, preconditioner, gradients, communication_dtype
+    )
     flops = _flops(assignment, batch)
     messages = {
         "gradients": assignment.gradients_messages,
@@ -162,16 +169,16 @@ def plan(
     seconds = _seconds(flops, messages, devices, machine)
     first_order = seconds["model"] + seconds["gradients"]
     budget = overhead * first_order - seconds["preconditioning"] - seconds["results"]
-    statistics_every, inverse_every = _intervals(
-        seconds, budget, statistics_every, inverse_every
+    statistics_period, inverse_update_period = _intervals(
+        seconds, budget, statistics_period, inverse_update_period
     )
     return Plan(
         assignment,
         batch,
         machine,
         overhead,
-        statistics_every,
-        inverse_every,
+        statistics_period,
+        inverse_update_period,
         flops,
         messages,
         seconds,
@@ -286,7 +293,7 @@ def _too_large(plan: Plan) -> list[str]:
     split = dataclasses.replace(plan.assignment, gradients="split")
     rest = sum(_memory(split).values())
     most = max(plan.memory, key=lambda part: plan.memory[part])
-    way = f"most of it: {most}. find_layers(max_dim=...) makes state and statistics smaller, more devices all else"
+    way = f"most of it: {most}. find_layers(max_factor_dim=...) makes state and statistics smaller, more devices all"
     several = plan.assignment.devices > 1 and plan.assignment.gradients != "split"
     if several and rest <= plan.hardware.memory:
         way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
@@ -306,35 +313,35 @@ def in_all_reduces(messages: dict[str, int]) -> float:
 
 def _seldom(
     seconds: dict[str, float],
-    statistics_every: int,
-    inverse_every: int,
+    statistics_period: int,
+    inverse_update_period: int,
 ) -> float:
     """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
     statistics = seconds["statistics"] + seconds["statistics' messages"]
     refreshes = seconds["inversions"] + seconds["refreshes' messages"]
-    return statistics / statistics_every + refreshes / inverse_every
+    return statistics / statistics_period + refreshes / inverse_update_period
 
 
 def _intervals(
     seconds: dict[str, float],
     budget: float,
-    statistics_every: int | None,
-    inverse_every: int | None,
+    statistics_period: int | None,
+    inverse_update_period: int | None,
 ) -> tuple[int | None, int | None]:
     """Return the shortest intervals whose work fits into `budget` seconds of a mean step. Given intervals stay."""
 
     def work(n):
-        return _seldom(seconds, statistics_every or n, inverse_every or n)
+        return _seldom(seconds, statistics_period or n, inverse_update_period or n)
 
-    if (statistics_every and inverse_every) or work(1 << 30) >= budget:
-        return statistics_every, inverse_every
+    if (statistics_period and inverse_update_period) or work(1 << 30) >= budget:
+        return statistics_period, inverse_update_period
     # Intervals of hundreds of steps need not be exact.
     candidates = (round(1.02**k) for k in itertools.count())
     both = next(n for n in candidates if work(n) <= budget)
-    inverse_every = inverse_every or both
-    if not statistics_every:
-        statistics_every = next(n for n in range(1, both + 1) if work(n) <= budget)
-    return statistics_every, inverse_every
+    inverse_update_period = inverse_update_period or both
+    if not statistics_period:
+        statistics_period = next(n for n in range(1, both + 1) if work(n) <= budget)
+    return statistics_period, inverse_update_period
 
 
 def _text(plan: Plan) -> str:
@@ -354,14 +361,16 @@ def _text(plan: Plan) -> str:
             rows.append(_row(plan, part))
     name, share = plan.largest
     cut = (
-        ": find_layers(max_dim=...) cuts its factors into blocks" if share > 0.3 else ""
+        ": find_layers(max_factor_dim=...) cuts its factors into blocks"
+        if share > 0.3
+        else ""
     )
     costs = assignment.cost_per_device
     busiest = max(costs) / max(1, sum(costs)) * assignment.devices
     memory = [f"{part} {format_bytes(size)}" for part, size in plan.memory.items()]
     takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
-    if plan.statistics_every and plan.inverse_every:
-        takes = f"statistics every {plan.statistics_every} and inverses every {plan.inverse_every} step(s):"
+    if plan.statistics_period and plan.inverse_update_period:
+        takes = f"statistics every {plan.statistics_period} and inverses every {plan.inverse_update_period} step(s):"
     base = plan.first_order_seconds
     extra = plan.extra_seconds
     lines = [

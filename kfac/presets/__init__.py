@@ -1,12 +1,20 @@
-"""Complete optimizers for special cases, in addition to `kfac.kfac`.
+"""Optimizers for special cases, in addition to `kfac.kfac`.
 
-- `large_batch`: all options, with the settings of a published recipe as defaults.
-- `deterministic`: full-batch training without a learning rate to choose.
-- `adaptive_damping`: wraps an optimizer and adapts its damping to the loss.
+- `osawa2019`: all options, with the settings of a published recipe as defaults.
+- `full_batch`: full-batch training without a learning rate to choose.
 """
 
-from kfac.presets._adaptive_damping import adaptive_damping
-from kfac.presets._deterministic import deterministic
-from kfac.presets._large_batch import large_batch
+from kfac._checks import former_names as _former_names
+from kfac.presets._full_batch import full_batch
+from kfac.presets._osawa2019 import osawa2019
 
-__all__ = ["adaptive_damping", "deterministic", "large_batch"]
+__all__ = ["full_batch", "osawa2019"]
+
+__getattr__ = _former_names(
+    "kfac.presets",
+    {
+        "adaptive_damping": "kfac.adaptive_damping",
+        "deterministic": "full_batch",
+        "large_batch": "osawa2019",
+    },
+)

@@ -200,7 +200,9 @@ def check(case: Specimen, dress: Callable = undressed) -> None:
     results = [jax.tree.map(lambda x, k=k: x[k], together) for k in range(len(parts))]
     found = jax.tree.map(lambda *leaves: np.mean(np.stack(leaves), 0), *((v[0], g, f) for v, g, f in results))
     compare(layers, *found, expected, case)
-    own, unreached = ({layer.name for layer in layers if layer.kind == kind} for kind in ("gradient", "skipped"))
+    own, unreached = (
+        {layer.name for layer in layers if layer.kind == kind} for kind in ("gradient-factors", "skipped")
+    )
     assert own == set(case.gradient), f"the gradient's own factors: {sorted(own)}"
     assert unreached == set(case.unreached), f"no gradient reaches {sorted(unreached)}"
 
@@ -294,13 +296,13 @@ def as_it_is(case: Specimen) -> tuple[Callable, Any, Any, kfac.Layers]:
 def check_strict(case: Specimen) -> None:
     """With `strict` the error names every leaf without exact rows, and a way out: skipped, the rest trains."""
     loss, params, batch, layers = as_it_is(case)
-    if not any(layer.kind == "gradient" for layer in layers):
+    if not any(layer.kind == "gradient-factors" for layer in layers):
         assert kfac.find_layers(loss, params, batch, strict=True) == layers
         return
     with pytest.raises(kfac.UnsupportedLayerError) as raised:
         kfac.find_layers(loss, params, batch, strict=True)
     skip = re.findall(r"'(\^.*?\$)'", str(raised.value))
-    left_out = [layer for layer in layers if layer.kind in ("gradient", "skipped")]  # the second by itself
+    left_out = [layer for layer in layers if layer.kind in ("gradient-factors", "skipped")]  # the second by itself
     found = kfac.find_layers(loss, params, batch, strict=True, skip=skip)
     skipped = {path for layer in found if layer.kind == "skipped" for path in layer.params}
     assert skipped == {path for layer in left_out for path in layer.params}
@@ -316,7 +318,7 @@ def what_happens(case: Specimen) -> str:
     layers = as_it_is(case)[-1]
     counts = [f"{sum(layer.kind in kinds for layer in layers)} {name}" for name, kinds in KINDS]
     counted = ", ".join(count for count in counts if not count.startswith("0 "))
-    for kind, words in {"gradient": "gradient", "skipped": "no gradient reaches"}.items():
+    for kind, words in {"gradient-factors": "gradient", "skipped": "no gradient reaches"}.items():
         if names := ", ".join(f"`{layer.name}`" for layer in layers if layer.kind == kind):
             counted += f"; {words}: {names}"
     return counted

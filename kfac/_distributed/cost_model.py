@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._layers import KRONECKER_KINDS, Layer, Layers
 from kfac._packing import Shape
 
-COST = 0.1  # the default of `kfac.kfac(cost=)`
+OVERHEAD = 0.1  # the default of `kfac.kfac(overhead=)`
 # The time of a refresh's FLOP, relative to a gradient's FLOP. Measured on CPUs, and on an H200 with a GPT of 124
 # million parameters: see docs/evidence.md.
 REFRESH_PRICE_ON_CPUS = 3.0
@@ -23,37 +23,37 @@ LONGEST = 16  # the upper bound of `affordable`, because longer intervals have n
 
 def affordable(
     layers: Layers,
-    inverse: Inverse,
-    cost: float | Array,
+    preconditioner: BlockPreconditioner,
+    overhead: float | Array,
     share: int,
 ) -> int | Array:
-    """Return the shortest interval at which statistics and refreshes cost at most `cost` of the gradient's work.
+    """Return the shortest interval at which statistics and refreshes cost at most `overhead` of the gradient's work.
 
     The interval never exceeds `LONGEST`. It does not depend on the number of devices, because devices share refreshes
     just as they share examples.
 
     Args:
       layers: the layers, found with a step's batch.
-      inverse: the kind of inverse.
-      cost: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
+      preconditioner: the kind of inverse.
+      overhead: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
       share: statistics use every `share`-th example.
 
     Returns:
-      The interval in steps: an array if `cost` is an array, otherwise an `int`.
+      The interval in steps: an array if `overhead` is an array, otherwise an `int`.
     """
-    work = sum(work_of_layers(layers, inverse, share).values())
+    work = sum(work_of_layers(layers, preconditioner, share).values())
     gradients = work_of_gradients(layers)
-    overhead = work / gradients if gradients else 0.0
-    interval = overhead / cost
+    fraction = work / gradients if gradients else 0.0
+    interval = fraction / overhead
     # An array comes from `optax.inject_hyperparams`.
-    if isinstance(cost, Array):
+    if isinstance(overhead, Array):
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
     return min(LONGEST, max(1, math.ceil(interval)))
 
 
 def prices_of_layers(
     layers: Layers,
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     every: int,
     share: int,
 ) -> dict[str, float]:
@@ -61,7 +61,7 @@ def prices_of_layers(
 
     Args:
       layers: the layers.
-      inverse: the kind of inverse.
+      preconditioner: the kind of inverse.
       every: the interval between statistics and between refreshes, in steps.
       share: statistics use every `share`-th example.
 
@@ -71,7 +71,7 @@ def prices_of_layers(
     gradients = work_of_gradients(layers)
     if not gradients:
         return {}
-    curvature_work = work_of_layers(layers, inverse, share)
+    curvature_work = work_of_layers(layers, preconditioner, share)
     prices = {}
     for layer in layers:
         if layer.name not in curvature_work:
@@ -79,7 +79,7 @@ def prices_of_layers(
         work = curvature_work[layer.name] / every
         if layer.kind in KRONECKER_KINDS:
             blocks = layer.copies * layer.pieces
-            work += inverse.products * blocks * applied(layer.block_shapes)
+            work += preconditioner.products * blocks * applied(layer.block_shapes)
         prices[layer.name] = work / gradients
     return prices
 
@@ -92,7 +92,7 @@ def work_of_gradients(layers: Layers) -> float:
 
 def work_of_layers(
     layers: Layers,
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     share: int,
 ) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
@@ -101,13 +101,13 @@ def work_of_layers(
     refresh's FLOP counts `REFRESH_PRICE` times, on CPUs `REFRESH_PRICE_ON_CPUS` times.
     """
     on_cpus = jax.default_backend() == "cpu"
-    price = inverse.flops * (REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE)
+    price = preconditioner.flops * (REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE)
     examples = (layers.num_examples or 0) / share
     work = {}
     for layer in layers:
         if layer.positions is not None:
             statistics = examples * (statistics_of(layer) + 2 * products_of(layer))
-            refresh = price * layer.copies * layer.inversion
+            refresh = price * layer.copies * layer.inverse_flops
             work[layer.name] = statistics + refresh
     return work
 

@@ -20,14 +20,16 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import finite
+from kfac._curvature.preconditioner import finite
+from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import Shard
-from kfac._distributed.ways import Way
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Factors
 from kfac._layers import Layer
-from kfac._leaves import find_splits, leaves_by_path, map_by_path
+from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
+from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
 from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
+from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import (
     Gradients,
     SplitGradients,
@@ -36,34 +38,33 @@ from kfac._optimizer.exchange import (
     starts_of,
 )
 from kfac._optimizer.init_state import init_state
-from kfac._optimizer.moves import StepScalars
-from kfac._optimizer.place import Config
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.state import KfacState, Settings, Splits, devices_of
+from kfac._optimizer.state import KfacState, ParamSpecs, Settings, devices_of
 from kfac._optimizer.step import preconditioned_step
-from kfac._varying import PyTree, lying_as, replicated, whole
+from kfac._optimizer.step_scaling import StepScalars
 
 
 @dataclasses.dataclass(frozen=True)
-class OverMesh:
+class ShardedStep:
     """The step and `observe` over a mesh.
 
     Attributes:
       config: the fixed settings of a step.
       mesh: the mesh.
-      shards: how each group's blocks are assigned to devices.
-      splits: the `PartitionSpec`s of leaves by path, on automatic axes, where the leaves' types do not contain them.
+      assignments: how each group's blocks are assigned to devices.
+      param_specs: the `PartitionSpec`s of leaves by path, on automatic axes, where the leaves' types do not contain
+        them.
     """
 
     config: Config
     mesh: Mesh | AbstractMesh
-    shards: dict[str, Shard]
-    splits: dict[str, PartitionSpec]
+    assignments: dict[str, BlockAssignment]
+    param_specs: dict[str, PartitionSpec]
 
     @property
     def owners(self) -> tuple[str, ...]:
         """The axes over which blocks are dealt."""
-        return self.config.way.owners
+        return self.config.comm.owners
 
     def step(
         self,
@@ -103,7 +104,7 @@ class OverMesh:
         new, state = step(lay_out(updates), weights, state, now)
         if split:
             return self.from_owners(new, updates), state
-        return lying_as(new.tree, updates), state
+        return reshard_like(new.tree, updates), state
 
     def observe(
         self,
@@ -121,7 +122,7 @@ class OverMesh:
             for group in self.config.groups:
                 field = specs.statistics if group.captured else specs.gradients
                 field[group.name] = over if group.owned else everywhere
-            stacks = whole(self.statistics_to_owners, specs)(state, factors)
+            stacks = with_auto_axes(self.statistics_to_owners, specs)(state, factors)
         observe = jax.shard_map(
             functools.partial(observe_here, self.config),
             mesh=self.mesh,
@@ -149,7 +150,7 @@ class OverMesh:
         if any(len(_dtypes(part, leaves)) > 1 for part in parts):
             return False
         for path, leaf in leaves.items():
-            if any(self.splits.get(path, jax.typeof(leaf).sharding.spec)):
+            if any(self.param_specs.get(path, jax.typeof(leaf).sharding.spec)):
                 return True
         return False
 
@@ -165,11 +166,11 @@ class OverMesh:
         leaves = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
         gradients = stack_gradients(StepContext(self.config, state), leaves)
         statistics = stack_packed(self.config, factors)
-        for name, shard in self.shards.items():
+        for name, assignment in self.assignments.items():
             if name in statistics:
-                statistics[name] = self.over_owners(statistics[name], shard)
+                statistics[name] = self.over_owners(statistics[name], assignment)
             else:
-                gradients[name] = self.over_owners(gradients[name], shard)
+                gradients[name] = self.over_owners(gradients[name], assignment)
         return Stacks(statistics, gradients)
 
     def to_owners(self, updates: PyTree) -> Gradients:
@@ -187,7 +188,7 @@ class OverMesh:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
-        stacks = whole(self.stack_owned, PartitionSpec(self.owners))(owned)
+        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owners))(owned)
         return Gradients(replicated(map_by_path(rest, updates)), stacks)
 
     def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
@@ -202,7 +203,7 @@ class OverMesh:
             for part in group.by_leaf:
                 dtype = jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))
                 matrices = part.stack_matrices(owned, dtype, before_cut)
-                stack = self.over_owners(matrices, self.shards[group.name])
+                stack = self.over_owners(matrices, self.assignments[group.name])
                 stacks[group.name].append(stack)
         return stacks
 
@@ -216,14 +217,14 @@ class OverMesh:
           updates: the gradients.
         """
         owned = self.owned(updates)
-        split = whole(lambda stacks: self.split_owned(stacks, owned), owned)
+        split = with_auto_axes(lambda stacks: self.split_owned(stacks, owned), owned)
         dealt = split(new.stacks)
         rest = leaves_by_path(new.tree)
 
         def back(path, leaf):
             if path in self.config.layers.skipped_paths:
                 return leaf
-            leaf = dealt[path] if path in dealt else lying_as(rest[path], leaf)
+            leaf = dealt[path] if path in dealt else reshard_like(rest[path], leaf)
             return self.like_param(path, leaf)
 
         return map_by_path(back, updates)
@@ -237,7 +238,7 @@ class OverMesh:
         leaves: dict[str, Array] = {}
         for group in self.config.owned:
             d_out, d_in = self.across(group.layers[0])
-            places = self.shards[group.name].places
+            places = self.assignments[group.name].block_to_slot
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
                 # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
                 # free, and knows how the leaves lie.
@@ -253,28 +254,31 @@ class OverMesh:
         """
         free = PartitionSpec.UNCONSTRAINED
         devices = math.prod(self.mesh.shape[name] for name in self.owners)
-        if layer.cut[0] == 1 < layer.cut[1] and layer.d_in % devices == 0:
+        if layer.num_blocks[0] == 1 < layer.num_blocks[1] and layer.d_in % devices == 0:
             return None, self.owners
-        if layer.cut[1] == 1 < layer.cut[0] and layer.d_out % devices == 0:
+        if (
+            layer.num_blocks[1] == 1 < layer.num_blocks[0]
+            and layer.d_out % devices == 0
+        ):
             return self.owners, None
         return free, free
 
-    def over_owners(self, stacks: PyTree, shard: Shard) -> PyTree:
+    def over_owners(self, stacks: PyTree, assignment: BlockAssignment) -> PyTree:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
 
         def deal(x):
-            return self.lying(_picked(x, shard.order), self.owners)
+            return self.lying(_picked(x, assignment.slot_to_block), self.owners)
 
         return jax.tree.map(deal, stacks)
 
     def like_param(self, path: str, x: Array) -> Array:
         """Lay a leaf out like its parameter, if this layout is known."""
-        spec = self.splits.get(path)
+        spec = self.param_specs.get(path)
         return x if spec is None else self.lying(x, *spec)
 
     def lying(self, x: Array, *spec: Any) -> Array:
         """Constrain an array's layout to `spec`."""
-        # Inside `whole` the current mesh is this mesh with its explicit axes made automatic.
+        # Inside `with_auto_axes` the current mesh is this mesh with its explicit axes made automatic.
         around = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if around.empty else around
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -285,13 +289,13 @@ def mesh_to_open(
     uses: Distribution,
     state: KfacState,
     tree: PyTree,
-) -> tuple[Way, Mesh | AbstractMesh | None]:
+) -> tuple[CommContext, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
-    way, mesh = uses.way(tree, uses.axis is not None or devices_of(state) > 1)
-    if mesh is None or way.owners or AxisType.Explicit in mesh.axis_types:
-        return way, mesh
+    comm, mesh = uses.comm(tree, uses.axis is not None or devices_of(state) > 1)
+    if mesh is None or comm.owners or AxisType.Explicit in mesh.axis_types:
+        return comm, mesh
     # XLA partitions the program of a single device.
-    return way, None
+    return comm, None
 
 
 def init_over_mesh(
@@ -306,10 +310,12 @@ def init_over_mesh(
         lambda: init_state(config, settings, shapes),
         mesh=mesh,
         in_specs=(),
-        out_specs=state_spec(config.way.owners),
+        out_specs=state_spec(config.comm.owners),
     )
     state: KfacState = jax.jit(init)()
-    state = state._replace(splits=Splits(find_splits(params) or config.layers.splits))
+    state = state._replace(
+        param_specs=ParamSpecs(find_param_specs(params) or config.layers.param_specs)
+    )
     leaves = jax.tree.leaves(params)
     if not isinstance(mesh, AbstractMesh) or not leaves:
         return state

@@ -8,10 +8,10 @@ import functools
 from jax import Array
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import Inverse
-from kfac._distributed.ways import Way
+from kfac._curvature.preconditioner import BlockPreconditioner
+from kfac._distributed.comm import CommContext
 from kfac._layers import Layers
-from kfac._optimizer.moves import Moves
+from kfac._optimizer.step_scaling import ScalingConfig
 
 # By group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`.
 Vectors = dict[str, Array]
@@ -24,16 +24,16 @@ class Config:
     Attributes:
       layers: the layers.
       groups: the layers' groups of equal block shape.
-      inverse: the inverse for Kronecker blocks.
-      way: how blocks are distributed over devices, and the communication between the devices.
-      moves: the settings of the stages after the preconditioner.
+      preconditioner: the inverse for Kronecker blocks.
+      comm: how blocks are distributed over devices, and the communication between the devices.
+      scaling: the settings of the stages after the preconditioner.
     """
 
     layers: Layers
     groups: tuple[Group, ...]
-    inverse: Inverse
-    way: Way
-    moves: Moves = dataclasses.field(default_factory=Moves)
+    preconditioner: BlockPreconditioner
+    comm: CommContext
+    scaling: ScalingConfig = dataclasses.field(default_factory=ScalingConfig)
 
     @functools.cached_property
     def owned(self) -> tuple[Group, ...]:
@@ -53,5 +53,5 @@ class Config:
 
     def has_momentum(self, group: Group) -> bool:
         """Return whether the optimizer keeps a group's momentum, instead of the group's inverse."""
-        keeps_its_own = group.inverse_of(self.inverse).takes_gradients
-        return self.moves.momentum is not None and not keeps_its_own
+        keeps_its_own = group.preconditioner_of(self.preconditioner).takes_gradients
+        return self.scaling.momentum is not None and not keeps_its_own

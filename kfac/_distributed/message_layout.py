@@ -20,7 +20,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from kfac._distributed.owners import Shard
+from kfac._distributed.owners import BlockAssignment
 
 # The number of messages for statistics. With more messages, the first is sent sooner, but segments differ more.
 BUCKETS = 2
@@ -28,7 +28,7 @@ FILL = 0.02  # the largest acceptable padding, relative to the message
 
 
 @dataclasses.dataclass(frozen=True)
-class Segments:
+class MessageLayout:
     """The layout of some groups' remainders.
 
     Attributes:
@@ -69,13 +69,13 @@ class Segments:
 
 
 def lay_end_to_end(
-    shards: Mapping[str, Shard],
+    assignments: Mapping[str, BlockAssignment],
     sizes: Mapping[str, int],
 ) -> tuple[dict[str, dict[int, int]], dict[int, int]]:
     """Lay the remainders' blocks end to end on their owners.
 
     Args:
-      shards: how each group is dealt to devices.
+      assignments: how each group is dealt to devices.
       sizes: for each group, the number of elements in a block.
 
     Returns:
@@ -85,32 +85,32 @@ def lay_end_to_end(
     starts = {}
     # Sort the groups, because `jit` reorders the groups in a state.
     for name in sorted(sizes):
-        owners = shards[name].owners
+        owners = assignments[name].owners
         if owners:
             starts[name] = {device: lengths[device] for device in owners}
             lengths.update(dict.fromkeys(owners, sizes[name]))
     return starts, dict(sorted(lengths.items()))
 
 
-def make_segments(
-    shards: Mapping[str, Shard],
+def make_message_layout(
+    assignments: Mapping[str, BlockAssignment],
     sizes: Mapping[str, int],
-) -> Segments:
+) -> MessageLayout:
     """Return the layout of some groups' remainders.
 
     Args:
-      shards: how each group is dealt to devices.
+      assignments: how each group is dealt to devices.
       sizes: for each group in the message, the number of elements in a block.
     """
-    devices = next(iter(shards.values())).devices
-    starts, lengths = lay_end_to_end(shards, sizes)
+    devices = next(iter(assignments.values())).devices
+    starts, lengths = lay_end_to_end(assignments, sizes)
     direct = 0
     if len(lengths) == devices:
-        message = sum(shards[name].blocks * size for name, size in sizes.items())
+        message = sum(assignments[name].blocks * size for name, size in sizes.items())
         longest = max(lengths.values())
         padding = devices * longest - sum(lengths.values())
         direct = longest if padding <= FILL * message else min(lengths.values())
-    return Segments(devices, starts, lengths, direct)
+    return MessageLayout(devices, starts, lengths, direct)
 
 
 def make_buckets(

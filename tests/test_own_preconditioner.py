@@ -14,29 +14,29 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from kfac._curvature.unitwise import ChannelInverse
+from kfac._curvature.unitwise import ChannelPreconditioner
 from kfac._layers import BLOCKS, BlockKind
 from kfac.types import Unitwise
 from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, measured, plain_kfac, state_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagonal(kfac.Inverse):
+class Diagonal(kfac.BlockPreconditioner):
     """One over the diagonal of `A (x) G` plus damping, to a power."""
 
     power: float = 1.0
 
     def init(self, factors):
         shape = len(factors.A), factors.G.shape[-1], factors.A.shape[-1]
-        return jnp.ones(shape, self.kept_dtype(factors.A.dtype))
+        return jnp.ones(shape, self.state_dtype(factors.A.dtype))
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         a, g = (jnp.diagonal(x, axis1=1, axis2=2) for x in (factors.A, factors.G))
         new = (g[:, :, None] * a[:, None, :] + damping[:, None, None]) ** -self.power
-        return new.astype(kept.dtype), jnp.max(new, axis=(1, 2)) / jnp.min(new, axis=(1, 2))
+        return new.astype(state.dtype), jnp.max(new, axis=(1, 2)) / jnp.min(new, axis=(1, 2))
 
-    def apply(self, kept, matrices, damping):
-        return kept * matrices
+    def apply(self, state, matrices, damping):
+        return state * matrices
 
 
 def steps(tx, mesh=None, count=3):
@@ -60,7 +60,7 @@ def steps(tx, mesh=None, count=3):
 
 def test_it_does_what_it_says():
     grads, factors = measured(0)
-    tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(), damping=0.25)
+    tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(), damping=0.25)
     updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, factors
     )
@@ -77,7 +77,7 @@ def test_it_does_what_it_says():
 
 @pytest.mark.slow
 def test_on_three_devices_it_is_the_same():
-    options = {"inverse": Diagonal(power=0.5), "damping": 0.1, "kl_clip": 1e-2}
+    options = {"preconditioner": Diagonal(power=0.5), "damping": 0.1, "kl_clip": 1e-2}
     expected, one = steps(plain_kfac(0.1, layers(), **options))
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
     distribution = kfac.Distribution(mesh=mesh)
@@ -90,16 +90,16 @@ def test_one_that_fails_keeps_the_last():
     """With more damping it is tried again; what is not finite is never taken."""
     grads, factors = measured(0)
     negative = {n: b if layers()[n].kind != "dense" else dataclasses.replace(b, A=-b.A) for n, b in factors.items()}
-    tx = kfac.scale_by_kfac(layers(), inverse=Diagonal(power=0.5), damping=1e-6)
+    tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(power=0.5), damping=1e-6)
     _, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, kfac.Factors(negative)
     )
     assert kfac.diagnostics(state)["failed_inversions"] == 2
-    np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.inverse, 1)
+    np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.preconditioner, 1)
 
 
 @pytest.mark.parametrize("transform", [kfac.scale_by_kfac, kfac.kfac])
-@pytest.mark.parametrize("options", [{"inverse": kfac.Cholesky}, {"distribution": kfac.Distribution}])
+@pytest.mark.parametrize("options", [{"preconditioner": kfac.Cholesky}, {"distribution": kfac.Distribution}])
 def test_a_class_without_parentheses_is_a_type_error(transform, options):
     (name,), (value,) = options, options.values()
     first = (0.1,) if transform is kfac.kfac else ()
@@ -109,7 +109,8 @@ def test_a_class_without_parentheses_is_a_type_error(transform, options):
 
 def test_the_plan_counts_what_it_keeps():
     full, half = (
-        kfac.planning.Assignment(layers(), inverse=Diagonal(p)).memory_per_device for p in ("float32", "bfloat16")
+        kfac.planning.Assignment(layers(), preconditioner=Diagonal(p)).memory_per_device
+        for p in ("float32", "bfloat16")
     )
     unitwise = 4 * 2 * 2 + 4
     assert full - half == 2 * (2 * 16 + unitwise)
@@ -126,8 +127,8 @@ class Scalar(BlockKind):
     def of_gradients(self, shapes, gradients):
         return Unitwise(jnp.mean(jnp.square(gradients), axis=(1, 2)).reshape(-1, *shapes["F"]))
 
-    def inverse(self, inverse):
-        return ChannelInverse(inverse.precision, inverse.relative)
+    def preconditioner(self, preconditioner):
+        return ChannelPreconditioner(preconditioner.precision, preconditioner.relative)
 
 
 def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
@@ -139,7 +140,7 @@ def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
     grads, factors = measured(0)
     blocks = {layer.name: factors[layer.name] for layer in found.with_factors}
     factors = kfac.Factors(blocks, {"offset": grads["offset"]})
-    tx = kfac.scale_by_kfac(found, damping=0.25, unitwise_damping=2.0)
+    tx = kfac.scale_by_kfac(found, damping=0.25, unitwise_damping_scale=2.0)
     updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
         grads, factors
     )
@@ -154,16 +155,16 @@ def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
 class Constant(Diagonal):
     """Its condition numbers depend on nothing, so they are the same on all devices."""
 
-    def refresh(self, kept, factors, damping):
+    def refresh(self, state, factors, damping):
         """As `Diagonal`."""
-        return super().refresh(kept, factors, damping)[0], jnp.ones(len(factors.A))
+        return super().refresh(state, factors, damping)[0], jnp.ones(len(factors.A))
 
 
 @pytest.mark.slow
 def test_what_it_returns_need_not_differ_between_devices():
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",), axis_types=(AxisType.Auto,))
     tx, over = (
-        plain_kfac(0.01, layers(), damping=0.1, inverse=Constant(), distribution=given)
+        plain_kfac(0.01, layers(), damping=0.1, preconditioner=Constant(), distribution=given)
         for given in (kfac.Distribution(), kfac.Distribution(mesh=mesh))
     )
     assert_close(steps(over, mesh)[0], steps(tx)[0], 1e-5)
@@ -179,4 +180,4 @@ class Counting(Diagonal):
 
 def test_integers_are_refused():
     with pytest.raises(ValueError, match=r"Counting.*keeps an array of int32: keep floating arrays only"):
-        kfac.scale_by_kfac(layers(), inverse=Counting()).init(initial())
+        kfac.scale_by_kfac(layers(), preconditioner=Counting()).init(initial())

@@ -99,7 +99,7 @@ def on_mesh(fn: Callable) -> Callable:
     return within
 
 
-def placed(
+def replicate(
     tree: PyTree,
     mesh: Mesh | AbstractMesh | None,
 ) -> PyTree:
@@ -140,7 +140,7 @@ def zeros_of(
     """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
 
     def zeros(aval):
-        zero = lying_as(jnp.zeros(aval.shape, aval.dtype), aval)
+        zero = reshard_like(jnp.zeros(aval.shape, aval.dtype), aval)
         return as_varying(zero, varying_in(aval))
 
     return jax.tree.map(zeros, jax.eval_shape(fn, *args))
@@ -258,7 +258,7 @@ def explicit_part(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def whole(
+def with_auto_axes(
     fn: Callable,
     like: PyTree = None,
 ) -> Callable:
@@ -296,7 +296,7 @@ def replicated(tree: PyTree) -> PyTree:
     return jax.tree.map(copied, tree)
 
 
-def lying_as(
+def reshard_like(
     tree: PyTree,
     like: PyTree,
 ) -> PyTree:

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._distributed.collectives import of_this_device
-from kfac._distributed.owners import Shard
-from kfac._distributed.segments import lay_end_to_end
-from kfac._distributed.ways import Way
+from kfac._distributed.comm import CommContext
+from kfac._distributed.message_layout import lay_end_to_end
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Kronecker, Packed
-from kfac._optimizer.state import Form, KfacState, Segment, with_blocks
+from kfac._mesh import PyTree, as_varying, varying_axes
+from kfac._optimizer.state import FlatState, Form, KfacState, with_blocks
 from kfac._packing import flatten, unflatten
-from kfac._varying import PyTree, as_varying, varying_axes
 
 
 class Slot(NamedTuple):
@@ -50,33 +50,33 @@ def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
     in_segment = []
     for name, owned in state.owned.items():
         if owned.form is not None:
-            in_segment.append((name, owned.form, owned.shard))
+            in_segment.append((name, owned.form, owned.assignment))
     return _slots(part, tuple(in_segment))
 
 
 @functools.cache
 def _slots(
     part: str,
-    groups: tuple[tuple[str, Form, Shard], ...],
+    groups: tuple[tuple[str, Form, BlockAssignment], ...],
 ) -> dict[str, Slot]:
     """Return the slots of a part, by group. Each group is given as its name, form and shard."""
     shapes = {}
     sizes = {}
-    shards = {}
-    for name, form, shard in groups:
+    assignments = {}
+    for name, form, assignment in groups:
         of_part = getattr(jax.tree.unflatten(*form), part)
         if jax.tree.leaves(of_part):
             shapes[name] = of_part
             sizes[name] = jax.eval_shape(lambda x: _flat(part, x), of_part).shape[1]
-            shards[name] = shard
-    starts, lengths = lay_end_to_end(shards, sizes)
+            assignments[name] = assignment
+    starts, lengths = lay_end_to_end(assignments, sizes)
     length = max(lengths.values(), default=0)
     return {n: Slot(shapes[n], sizes[n], starts[n], length) for n in shapes}
 
 
 def part_of(
     state: KfacState,
-    way: Way,
+    comm: CommContext,
     name: str,
     part: str,
 ) -> PyTree:
@@ -87,48 +87,50 @@ def part_of(
     slot = slots_of(state, part).get(name)
     if slot is None:
         return getattr(state.blocks[name], part)
-    vector = getattr(state.segment, part)
-    begin = of_this_device(slot.starts, slot.length, way.owners)
+    vector = getattr(state.flat_state, part)
+    begin = of_this_device(slot.starts, slot.length, comm.owners)
     flat = lax.dynamic_slice_in_dim(vector, begin, slot.size)
-    flat = jnp.where(way.owns(state.owned[name].shard), flat, 0)[None]
+    flat = jnp.where(comm.owns(state.owned[name].assignment), flat, 0)[None]
     if part != "factors":
         return unflatten(flat, slot.shapes)
     return unflatten(flat, jax.eval_shape(_packed, slot.shapes)).unpacked()
 
 
-def with_parts(state: KfacState, way: Way, name: str, **parts: PyTree) -> KfacState:
+def with_parts(
+    state: KfacState, comm: CommContext, name: str, **parts: PyTree
+) -> KfacState:
     """Return the state with new values for the given parts of a group's blocks."""
     stacks = {}
     for part, new in parts.items():
-        slot = slots_of(state, part).get(name) if part in Segment._fields else None
+        slot = slots_of(state, part).get(name) if part in FlatState._fields else None
         if slot is None:
             stacks[part] = new
             continue
-        vector = getattr(state.segment, part)
-        begin = of_this_device(slot.starts, slot.length, way.owners)
+        vector = getattr(state.flat_state, part)
+        begin = of_this_device(slot.starts, slot.length, comm.owners)
         old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
         flat = _flat(part, new)[0].astype(old.dtype)
-        flat = jnp.where(way.owns(state.owned[name].shard), flat, old)
+        flat = jnp.where(comm.owns(state.owned[name].assignment), flat, old)
         vector = as_varying(vector, varying_axes(flat))
         vector = lax.dynamic_update_slice_in_dim(vector, flat, begin, 0)
-        state = state._replace(segment=state.segment._replace(**{part: vector}))
+        state = state._replace(flat_state=state.flat_state._replace(**{part: vector}))
     blocks = state.blocks
     blocks[name] = blocks[name]._replace(**stacks)
     return with_blocks(state, blocks)
 
 
-def opened(state: KfacState, way: Way) -> KfacState:
+def opened(state: KfacState, comm: CommContext) -> KfacState:
     """Return the state with all blocks in stacks."""
     blocks = state.blocks
     for name in blocks:
-        parts = {part: part_of(state, way, name, part) for part in Segment._fields}
+        parts = {part: part_of(state, comm, name, part) for part in FlatState._fields}
         blocks[name] = blocks[name]._replace(**parts)
     return with_blocks(state, blocks)
 
 
-def closed(state: KfacState, way: Way) -> KfacState:
+def closed(state: KfacState, comm: CommContext) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the segment: the inverse of `opened`."""
-    for part in Segment._fields:
+    for part in FlatState._fields:
         slots = slots_of(state, part)
         blocks = state.blocks
         if not slots:
@@ -136,10 +138,10 @@ def closed(state: KfacState, way: Way) -> KfacState:
         shapes = jax.tree.leaves([slot.shapes for slot in slots.values()])
         length = next(iter(slots.values())).length
         zeros = jnp.zeros(length, jnp.result_type(*shapes))
-        state = state._replace(segment=state.segment._replace(**{part: zeros}))
+        state = state._replace(flat_state=state.flat_state._replace(**{part: zeros}))
         for name in slots:
             stack = getattr(blocks[name], part)
-            state = with_parts(state, way, name, **{part: stack})
+            state = with_parts(state, comm, name, **{part: stack})
             nothing: PyTree = {part: None}
             blocks[name] = blocks[name]._replace(**nothing)
         state = with_blocks(state, blocks)

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
+from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.state import (
     AdaptiveDampingState,
@@ -19,7 +20,6 @@ from kfac._optimizer.state import (
     find_nodes,
     has_masked,
 )
-from kfac._varying import as_varying, device_axes, varying_axes
 
 LossOfParams = Callable[[optax.Params], Array]
 
@@ -77,8 +77,8 @@ def adaptive_damping(
 
     `update(grads, state, params, *, value_fn)` needs the parameters and, like optax's line searches, the loss as a
     function of the parameters alone: `value_fn=lambda params: loss_fn(params, batch)`. This must be the mean loss with
-    the gradient `grads`, with its output marked by `kfac.output`. A loss with randomness must use the same key in each
-    call. A measured step costs about three additional forward passes; other steps cost nothing extra.
+    the gradient `grads`, with its output marked by `kfac.mark_output`. A loss with randomness must use the same key in
+    each call. A measured step costs about three additional forward passes; other steps cost nothing extra.
 
     Args:
       optimizer: a function that returns the whole optimizer for a damping,
@@ -100,7 +100,7 @@ def adaptive_damping(
 
     Returns:
       An `optax.GradientTransformationExtraArgs`, which passes extra arguments on to the optimizer. `kfac.diagnostics`
-      reports the last `reduction_ratio` and `taken_back`, the number of rejected steps.
+      reports the last `reduction_ratio` and `rejected_steps`, the number of rejected steps.
 
     Raises:
       ValueError: an argument is out of range. `init` raises it if the optimizer's inverse is `relative`, as with the
@@ -129,9 +129,9 @@ def adaptive_damping(
         ratio, again = _unmeasured()
         # Two separate zeros, so that both can be donated.
         count = jnp.zeros((), jnp.int32)
-        taken_back = jnp.zeros((), jnp.int32)
+        rejected_steps = jnp.zeros((), jnp.int32)
         return AdaptiveDampingState(
-            count, damping, ratio, inner_state, taken_back, again
+            count, damping, ratio, inner_state, rejected_steps, again
         )
 
     def update(updates, state, params=None, *, value_fn=None, **extra):
@@ -165,7 +165,7 @@ def adaptive_damping(
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
         inner_state = _scale_damping(inner_state, new / damping)
         return changes, AdaptiveDampingState(
-            count, new, ratio, inner_state, state.taken_back + worse, worse
+            count, new, ratio, inner_state, state.rejected_steps + worse, worse
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -183,10 +183,12 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_absolute(inner_state: Any) -> None:
     """Raise a `ValueError` if an inverse in the optimizer's state is `relative`."""
     for state in find_nodes(inner_state, KfacState):
-        inverses = [blocks.inverse.inverse for blocks in state.shared.values()]
+        inverses = [
+            blocks.preconditioner.preconditioner for blocks in state.shared.values()
+        ]
         if state.owned:
-            inverses.append(state.settings.inverse)
-        if any(inverse.relative for inverse in inverses):
+            inverses.append(state.settings.preconditioner)
+        if any(preconditioner.relative for preconditioner in inverses):
             raise ValueError(
                 "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
                 "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.inverse import sums
+from kfac._curvature.preconditioner import sums
 from kfac._factors import per_block
 from kfac._layers import Layer
 
@@ -25,14 +25,14 @@ def value_at(scalar: ScalarOrSchedule, count: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moves:
+class ScalingConfig:
     """The settings of the stages that follow the preconditioner, in their order. With the defaults there are no stages.
 
     Attributes:
       kl_clip: the constraint of the KL clip.
-      learning_rate: the learning rate for the KL clip, for `rate_in_momentum` and for adaptive rates. The optimizer
-        applies the learning rate after these stages, unless `rate_in_momentum` is true.
-      rate_in_momentum: whether the negative learning rate multiplies the steps before the momentum.
+      learning_rate: the learning rate for the KL clip, for `lr_in_momentum` and for adaptive rates. The optimizer
+        applies the learning rate after these stages, unless `lr_in_momentum` is true.
+      lr_in_momentum: whether the negative learning rate multiplies the steps before the momentum.
       momentum: the decay of the momentum. An inverse with `takes_gradients` applies it before it preconditions.
       nesterov: whether to use Nesterov momentum.
       step_norm: see `kfac.kfac`.
@@ -43,7 +43,7 @@ class Moves:
 
     kl_clip: ScalarOrSchedule | None = None
     learning_rate: ScalarOrSchedule = 0.0
-    rate_in_momentum: bool = False
+    lr_in_momentum: bool = False
     momentum: ScalarOrSchedule | None = None
     nesterov: bool = False
     step_norm: Literal["spectral"] | None = None
@@ -179,17 +179,17 @@ class Kernels(NamedTuple):
     length: Any
 
 
-def find_kernels(group: Group, moves: Moves) -> Kernels:
+def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
     """Return the `Kernels` of a group's blocks, as NumPy arrays."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        keeps_rows = moves.step_norm is not None and layer.kind == "embedding"
+        keeps_rows = scaling.step_norm is not None and layer.kind == "embedding"
         kernel = group.block.kernel and not keeps_rows
         rows = layer.layouts[0].size("in")
         height = layer.block_shapes["A"][0]
-        widths = np.clip(rows - height * np.arange(layer.cut[0]), 0, height)
+        widths = np.clip(rows - height * np.arange(layer.num_blocks[0]), 0, height)
         size = np.full(count, kernel * rows * layer.d_out)
-        length = np.full(count, moves.length(layer, kernel))
+        length = np.full(count, scaling.length(layer, kernel))
         parts.append(Kernels(size, np.resize(widths, count), length))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 

@@ -12,7 +12,7 @@ import kfac
 import kfac._curvature.cholesky
 import kfac._curvature.refresh
 from kfac._curvature.cholesky import spd_inverse
-from kfac._curvature.unitwise import ChannelInverse
+from kfac._curvature.unitwise import ChannelPreconditioner
 from kfac.types import Kronecker, Unitwise
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -76,7 +76,9 @@ def test_kronecker_inverses_equal_dense_solves(x64, case, damping):
     result = refresh(factors, sevens(factors), jnp.float64(damping))
     assert np.all(result.valid)
     for k, (a, g) in enumerate(CASES[case]):
-        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(a, g, damping), strict=True):
+        for found, expected in zip(
+            (result.preconditioner.A[k], result.preconditioner.G[k]), truth(a, g, damping), strict=True
+        ):
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9 * np.abs(expected).max())
 
 
@@ -86,7 +88,9 @@ def test_kronecker_inverses_in_float32(case):
     result = refresh(factors, sevens(factors), jnp.float32(1e-3))
     assert np.all(result.valid)
     for k, (a, g) in enumerate(CASES[case]):
-        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(a, g, 1e-3), strict=True):
+        for found, expected in zip(
+            (result.preconditioner.A[k], result.preconditioner.G[k]), truth(a, g, 1e-3), strict=True
+        ):
             assert found.dtype == jnp.float32
             condition = np.linalg.cond(expected)
             tolerance = 10 * len(expected) * FLOAT32_EPS * condition * np.abs(expected).max()
@@ -97,9 +101,9 @@ def test_the_product_of_the_two_dampings_is_the_damping(x64):
     """On diagonal factors the damping can be read off: `pi sqrt(l) * sqrt(l) / pi = l`, in the ratio of the means."""
     a, g = np.diag([1.0, 2.0, 9.0]), np.diag([0.5, 0.25])
     factors = stack([(a, g)], jnp.float64)
-    inverse = refresh(factors, sevens(factors), jnp.float64(0.01)).inverse
-    on_a = 1 / np.diag(inverse.A[0]) - np.diag(a)
-    on_g = 1 / np.diag(inverse.G[0]) - np.diag(g)
+    preconditioner = refresh(factors, sevens(factors), jnp.float64(0.01)).preconditioner
+    on_a = 1 / np.diag(preconditioner.A[0]) - np.diag(a)
+    on_g = 1 / np.diag(preconditioner.G[0]) - np.diag(g)
     np.testing.assert_allclose(on_a, on_a[0], rtol=1e-10)
     np.testing.assert_allclose(on_g, on_g[0], rtol=1e-10)
     np.testing.assert_allclose(on_a[0] * on_g[0], 0.01, rtol=1e-10)
@@ -115,7 +119,7 @@ def test_accuracy_at_condition_a_million_in_float32():
     result = refresh(factors, sevens(factors), jnp.float32(damping))
     assert result.valid[0]
     pi = np.sqrt(np.trace(a.astype(np.float64)) / 64 / (np.trace(g.astype(np.float64)) / 48))
-    for m, x, shift in ((a, result.inverse.A[0], pi * 1e-6), (g, result.inverse.G[0], 1e-6 / pi)):
+    for m, x, shift in ((a, result.preconditioner.A[0], pi * 1e-6), (g, result.preconditioner.G[0], 1e-6 / pi)):
         m = m.astype(np.float64) + shift * np.eye(len(m))
         condition = np.linalg.cond(m)
         assert 5e5 < condition < 2e6
@@ -128,8 +132,8 @@ def test_accuracy_at_condition_a_million_in_float32():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_inverses_are_symmetric(precision):
     factors = stack(CASES["batch of equal shapes"] + [(low_rank(0, 5, 2), low_rank(1, 3, 1))], jnp.float32)
-    inverse = refresh(factors, sevens(factors, precision), jnp.float32(1e-4)).inverse
-    for x in (inverse.A, inverse.G):
+    preconditioner = refresh(factors, sevens(factors, precision), jnp.float32(1e-4)).preconditioner
+    for x in (preconditioner.A, preconditioner.G):
         assert x.dtype == jnp.dtype(precision)
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(x.mT, np.float32))
         assert np.all(np.linalg.eigvalsh(np.asarray(x, np.float32)) > 0)
@@ -145,7 +149,9 @@ def test_a_failed_factorisation_is_retried_with_ten_times_the_damping(x64):
     result = refresh(factors, sevens(factors), jnp.float64(0.01))
     assert np.all(result.valid)
     for k, (block, damping) in enumerate([(good, 0.01), ((a, g), 0.1), (good, 0.01)]):
-        for found, expected in zip((result.inverse.A[k], result.inverse.G[k]), truth(*block, damping), strict=True):
+        for found, expected in zip(
+            (result.preconditioner.A[k], result.preconditioner.G[k]), truth(*block, damping), strict=True
+        ):
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -158,9 +164,9 @@ def test_a_block_that_fails_twice_keeps_its_last_inverse(bad, side):
     result = refresh(factors, sevens(factors), jnp.float32(1e-3))
     np.testing.assert_array_equal(result.valid, [False, True])
     # Both factors of the block: half of a new inverse and half of an old one make no inverse.
-    np.testing.assert_array_equal(result.inverse.A[0], 7)
-    np.testing.assert_array_equal(result.inverse.G[0], 7)
-    np.testing.assert_allclose(result.inverse.A[1], truth(*good, 1e-3)[0], rtol=1e-4)
+    np.testing.assert_array_equal(result.preconditioner.A[0], 7)
+    np.testing.assert_array_equal(result.preconditioner.G[0], 7)
+    np.testing.assert_allclose(result.preconditioner.A[1], truth(*good, 1e-3)[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("damping", [0.0, -1.0, np.nan, np.inf])
@@ -172,7 +178,7 @@ def test_no_damping_whatever_makes_an_inverse_that_is_not_finite(damping):
         refresh(factors, sevens(factors), jnp.float32(damping)),
         refreshed_unitwise(unitwise, sevens(unitwise), jnp.float32(damping)),
     ):
-        for x in jax.tree.leaves(result.inverse):
+        for x in jax.tree.leaves(result.preconditioner):
             assert np.all(np.isfinite(x))
         assert not np.any(result.valid)
 
@@ -181,7 +187,7 @@ def test_no_damping_whatever_makes_an_inverse_that_is_not_finite(damping):
 def test_factors_of_any_size_give_finite_inverses(scale):
     factors = stack([(spd(0, 4, scale=scale), spd(1, 3)), (spd(0, 4), spd(1, 3, scale=scale))], jnp.float32)
     result = refresh(factors, sevens(factors), jnp.float32(1e-3))
-    for x in jax.tree.leaves(result.inverse):
+    for x in jax.tree.leaves(result.preconditioner):
         assert np.all(np.isfinite(x))
 
 
@@ -189,7 +195,7 @@ def test_an_inverse_that_bfloat16_or_float32_cannot_hold_is_not_taken():
     factors = stack([(np.zeros((2, 2)), np.zeros((2, 2)))], jnp.float32)
     result = refresh(factors, sevens(factors, jnp.float16), jnp.float32(1e-12))
     assert not result.valid[0]
-    np.testing.assert_array_equal(result.inverse.A, 7)
+    np.testing.assert_array_equal(result.preconditioner.A, 7)
 
 
 def by_halves(matrices):
@@ -224,8 +230,10 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     matrix = spd(0, 200, condition=condition).astype(np.float32)
     exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
 
-    def residual(inverse):
-        return np.linalg.norm(np.eye(200) - matrix.astype(np.float64) @ np.asarray(inverse, np.float64)) / np.sqrt(200)
+    def residual(preconditioner):
+        return np.linalg.norm(
+            np.eye(200) - matrix.astype(np.float64) @ np.asarray(preconditioner, np.float64)
+        ) / np.sqrt(200)
 
     found = residual(by_halves(matrix[None])[0])
     assert found < 5 * residual(jnp.linalg.inv(matrix))
@@ -275,7 +283,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
         a, g = (np.asarray(x[k], np.float64) for x in (factors.A, factors.G))
         a, g = (np.diag(x) if x.ndim == 1 else x for x in (a, g))
         expected = truth(a, g, 4e-2 if name == "plain" and k == 4 else 4e-3)
-        for new, whole in zip((found.inverse.A[k], found.inverse.G[k]), expected, strict=True):
+        for new, whole in zip((found.preconditioner.A[k], found.preconditioner.G[k]), expected, strict=True):
             whole = np.diag(whole) if new.ndim == 1 else whole
             np.testing.assert_allclose(new, whole if taken[k] else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
 
@@ -286,7 +294,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
 @jax.jit
 def refreshed_unitwise(factors, previous, damping):
     due = jnp.ones(factors.F.shape[0], bool)
-    return kfac._curvature.refresh.refresh(ChannelInverse(), previous, factors, due, damping)
+    return kfac._curvature.refresh.refresh(ChannelPreconditioner(), previous, factors, due, damping)
 
 
 def unitwise(blocks, dtype):
@@ -309,7 +317,7 @@ def test_unitwise_inverses_equal_dense_solves(x64, case, damping):
     result = refreshed_unitwise(factors, sevens(factors), jnp.float64(damping))
     assert np.all(result.valid)
     blocks = np.asarray(TWO_BY_TWO[case]) + damping * np.eye(len(TWO_BY_TWO[case][0]))
-    for found, block in zip(result.inverse.F[0], blocks, strict=True):
+    for found, block in zip(result.preconditioner.F[0], blocks, strict=True):
         expected = np.linalg.inv(block)
         tolerance = 1e-15 * np.linalg.cond(block) + 1e-13
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
@@ -324,7 +332,7 @@ def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
     for damping in (1e-6, 1e-2, 1e3):
         result = refreshed_unitwise(unitwise(blocks, jnp.float32), unitwise(blocks, jnp.float32), jnp.float32(damping))
         assert result.valid[0]
-        found = np.asarray(result.inverse.F[0], np.float64)
+        found = np.asarray(result.preconditioner.F[0], np.float64)
         damped = blocks.astype(np.float64) + np.float64(np.float32(damping)) * np.eye(2)
         for x, block in zip(found, damped, strict=True):
             eigenvalues = np.linalg.eigvalsh(x)
@@ -344,7 +352,7 @@ def test_unitwise_products_neither_overflow_nor_vanish(scale):
     factors = unitwise(blocks, jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(scale))
     assert result.valid[0]
-    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(blocks[0] + scale * np.eye(2)), rtol=1e-5)
+    np.testing.assert_allclose(result.preconditioner.F[0, 0], np.linalg.inv(blocks[0] + scale * np.eye(2)), rtol=1e-5)
 
 
 def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
@@ -353,8 +361,8 @@ def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
     )
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1.0))
     np.testing.assert_array_equal(result.valid, [False, True])
-    np.testing.assert_array_equal(result.inverse.F[0], 7)
-    np.testing.assert_allclose(result.inverse.F[1], [np.eye(2) / 2] * 2)
+    np.testing.assert_array_equal(result.preconditioner.F[0], 7)
+    np.testing.assert_allclose(result.preconditioner.F[1], [np.eye(2) / 2] * 2)
 
 
 def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
@@ -362,7 +370,9 @@ def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
     factors = unitwise([[[1.0, 1.0001], [1.0001, 1.0]]], jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert result.valid[0]
-    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(np.ones((2, 2)) + 1e-3 * np.eye(2)), rtol=1e-3)
+    np.testing.assert_allclose(
+        result.preconditioner.F[0, 0], np.linalg.inv(np.ones((2, 2)) + 1e-3 * np.eye(2)), rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,7 +383,7 @@ def test_indefinite_unitwise_statistics_are_not_inverted(block):
     factors = unitwise([block], jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert not result.valid[0]
-    np.testing.assert_array_equal(result.inverse.F, 7)
+    np.testing.assert_array_equal(result.preconditioner.F, 7)
 
 
 def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x64):
@@ -381,7 +391,7 @@ def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x
     factors = unitwise([block, np.eye(2)], jnp.float64)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float64(0.1))
     assert result.valid[0]
-    np.testing.assert_allclose(result.inverse.F[0, 0], np.linalg.inv(block + np.eye(2)), rtol=1e-12)
+    np.testing.assert_allclose(result.preconditioner.F[0, 0], np.linalg.inv(block + np.eye(2)), rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -400,16 +410,16 @@ def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
     for name, stack in factors.items():
         blocks = np.asarray(stack.F, np.float64)
         result = refreshed_unitwise(stack, previous[name], damping)
-        for block, inverse, valid, condition in zip(
-            blocks, result.inverse.F, result.valid, result.condition, strict=True
+        for block, preconditioner, valid, condition in zip(
+            blocks, result.preconditioner.F, result.valid, result.condition, strict=True
         ):
             used = next(
                 (d for d in (0.1, 1.0) if np.all(np.linalg.eigvalsh(block + d * np.eye(block.shape[-1])) > 0)), None
             )
             assert valid == (used is not None)
             if used is None:
-                np.testing.assert_array_equal(inverse, 7)
+                np.testing.assert_array_equal(preconditioner, 7)
                 continue
             damped = block + used * np.eye(block.shape[-1])
-            np.testing.assert_allclose(inverse, np.linalg.inv(damped), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(preconditioner, np.linalg.inv(damped), rtol=1e-3, atol=1e-4)
             assert condition >= 0.99 * np.linalg.cond(damped).max()

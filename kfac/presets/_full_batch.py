@@ -15,16 +15,16 @@ from kfac._capture.outputs import marked
 from kfac._checks import check_layers
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
+from kfac._mesh import device_axes
+from kfac._optimizer.adaptive_damping import Predicted, adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
-from kfac._varying import device_axes
-from kfac.presets._adaptive_damping import Predicted, adaptive_damping
 
 STEPS = 6  # of conjugate gradients, per update
 
 Product = Callable[[Array], Array]
 
 
-def deterministic(
+def full_batch(
     layers: Layers, *, num_examples: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return a K-FAC optimizer for full-batch training, such as solving a differential equation.
@@ -59,7 +59,7 @@ def deterministic(
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. `kfac.diagnostics` reports `damping`, `reduction_ratio` and
-      `taken_back`, the number of rejected steps.
+      `rejected_steps`, the number of rejected steps.
 
     Raises:
       ValueError: `layers` does not come from `find_layers`. `update` raises the errors of `adaptive_damping`, and an
@@ -90,7 +90,9 @@ def _quadratic_step(
     """Return the optimizer with a damping of `multiple` times the loss."""
 
     def preconditioner(damping):
-        return scale_by_kfac(layers, damping=damping, factor_decay=0.0, inverse=Eigh())
+        return scale_by_kfac(
+            layers, damping=damping, factor_ema_decay=0.0, preconditioner=Eigh()
+        )
 
     def init(params):
         zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
@@ -104,7 +106,7 @@ def _quadratic_step(
             raise ValueError(
                 "deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
             )
-        loss_fn = marked(value_fn, params, num_examples, "deterministic")
+        loss_fn = marked(value_fn, params, num_examples, "full_batch")
         value, root_of_tree = loss_fn.root(params)
         _, unravel = ravel_pytree(params)
         gradient, _ = ravel_pytree(updates)

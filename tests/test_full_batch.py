@@ -1,4 +1,4 @@
-"""`kfac.presets.deterministic` against conjugate gradients with dense matrices, in float64."""
+"""`kfac.presets.full_batch` against conjugate gradients with dense matrices, in float64."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ def loss_fn(params, batch):
     """A residual for each example, with a scale that no block by layer knows: it has the gradient's own diagonal."""
     x, y = batch
     z = params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"])
-    return 0.5 * jnp.sum(kfac.output(z - y, "residual") ** 2) / N
+    return 0.5 * jnp.sum(kfac.mark_output(z - y, "residual") ** 2) / N
 
 
 def problem():
@@ -31,7 +31,7 @@ def problem():
     batch = normal(3, N, 3), normal(4, N, 1)
     layers = kfac.find_layers(loss_fn, params, batch)
     measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
-    tx = kfac.presets.deterministic(layers)
+    tx = kfac.presets.full_batch(layers)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(params, state, key):

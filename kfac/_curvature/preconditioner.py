@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from kfac._checks import check, check_type
 from kfac._factors import per_block, safe_ratio
 from kfac._layers import Layer
+from kfac._mesh import PyTree
 from kfac._packing import Shape, pad_end
-from kfac._varying import PyTree
 
 
 class Momentum(NamedTuple):
@@ -40,8 +40,8 @@ class Momentum(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Inverse(abc.ABC):
-    """A preconditioner for Kronecker blocks, the type of the argument `inverse=`.
+class BlockPreconditioner(abc.ABC):
+    """A preconditioner for Kronecker blocks, the type of the argument `preconditioner=`.
 
     Each preconditioner is a subclass, a frozen dataclass whose fields are its options. It works on a stack of `k`
     equally shaped blocks and implements three methods: `init` returns the initial state, `refresh` computes a new state
@@ -50,11 +50,11 @@ class Inverse(abc.ABC):
     several devices. JAX traces all methods.
 
     `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` for a
-    diagonal factor. The state, called `kept`, may be any pytree of floating-point arrays whose leading axis runs over
+    diagonal factor. The state, called `state`, may be any pytree of floating-point arrays whose leading axis runs over
     the blocks::
 
         @dataclasses.dataclass(frozen=True)
-        class Diagonal(kfac.Inverse):
+        class Diagonal(kfac.BlockPreconditioner):
             def init(self, factors):
                 return jnp.ones((len(factors.A), factors.G.shape[-1], factors.A.shape[-1]))
 
@@ -68,7 +68,7 @@ class Inverse(abc.ABC):
 
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for `Soap`. On CPUs the
+        `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for `SOAP`. On CPUs the
         first three are all float32. With `"bfloat16"` inverses are also stored in bfloat16, otherwise in float32.
         Inverses are always computed in float32. A float64 model has float64 throughout, except with `"bfloat16"`.
       relative: whether a block's damping is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`. The same
@@ -79,15 +79,16 @@ class Inverse(abc.ABC):
       damped: whether the state contains the damping at its refresh. A block that fails is then tried again with more
         damping.
       takes_moments: whether statistics must contain second moments of per-example gradients in the eigenbasis that
-        `basis` returns. `absorb` updates the state with them, so the preconditioner changes with all statistics.
-      takes_gradients: whether `advance` replaces `apply`. In each step, `advance` gets the gradients and preconditions
-        their momentum. Otherwise `kfac.kfac` applies momentum to the results of `apply`.
+        `basis` returns. `update_moments` updates the state with them, so the preconditioner changes with all
+        statistics.
+      takes_gradients: whether `precondition_momentum` replaces `apply`. In each step, `precondition_momentum` gets the
+        gradients and preconditions their momentum. Otherwise `kfac.kfac` applies momentum to the results of `apply`.
       relative_damping: the default damping if the damping is relative.
       products: the number of matrix products per side that precondition a gradient. It is 2 with eigenvectors, into the
         eigenbasis and back.
-      flops: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `plan` and `inverse_every="auto"`. The
-        default counts the Cholesky factor (1/3), its inverse by a triangular solve (1), and the product of the inverse
-        with its transpose (2).
+      flops: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `plan` and `inverse_update_period="auto"`.
+        The default counts the Cholesky factor (1/3), its inverse by a triangular solve (1), and the product of the
+        inverse with its transpose (2).
 
     Raises:
       ValueError: `precision` is not an accepted value, or `relative` is not a bool.
@@ -119,14 +120,14 @@ class Inverse(abc.ABC):
     @abc.abstractmethod
     def refresh(
         self,
-        kept: Any,
+        state: Any,
         factors: Any,
         damping: Array,
     ) -> tuple[Any, Array]:
         """Compute the state from the factors.
 
         Args:
-          kept: the old state of `k` blocks, possibly only a part of a stack.
+          state: the old state of `k` blocks, possibly only a part of a stack.
           factors: the running averages of these blocks.
           damping: `[k]`.
 
@@ -139,14 +140,14 @@ class Inverse(abc.ABC):
     @abc.abstractmethod
     def apply(
         self,
-        kept: Any,
+        state: Any,
         matrices: Array,
         damping: Array,
     ) -> Array:
         """Precondition gradients.
 
         Args:
-          kept: the state.
+          state: the state.
           matrices: gradients `[k, d_out, d_in]`.
           damping: the current step's damping, a scalar. Ignore it if the state contains the damping at its refresh.
             With `relative`, the scalar is in units of each block's mean eigenvalue, so the state must contain the mean
@@ -158,14 +159,14 @@ class Inverse(abc.ABC):
 
     def spectrum(
         self,
-        kept: Any,
+        state: Any,
         factors: Any,
         damping: Array,
     ) -> tuple[Any, Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
         Args:
-          kept: the blocks' state with `takes_moments`, otherwise None. For a `Factors`, `kept` is also None if the
+          state: the blocks' state with `takes_moments`, otherwise None. For a `Factors`, `state` is also None if the
             layer has no moments.
           factors: the blocks' statistics.
           damping: `[k]`.
@@ -178,13 +179,13 @@ class Inverse(abc.ABC):
           ValueError: the inverse has no eigenvectors, which is the default.
         """
         raise ValueError(
-            f"inverse={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the averages, "
-            "kfac.curvature.operator(layers, kfac.curvature.averaged_factors(state, layers), damping=...)"
+            f"preconditioner={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the "
+            "averages, kfac.curvature.operator(layers, kfac.curvature.factors_from_state(state, layers), damping=...)"
         )
 
-    def absorb(
+    def update_moments(
         self,
-        kept: Any,
+        state: Any,
         moments: Array,
         decay: Array,
         taken: Array,
@@ -192,7 +193,7 @@ class Inverse(abc.ABC):
         """Update the state with moments, if the inverse `takes_moments`.
 
         Args:
-          kept: the old state.
+          state: the old state.
           moments: a batch's moments, `[k, d_out, d_in]`.
           decay: the running average's decay, a scalar.
           taken: which blocks to update, `[k]`.
@@ -200,11 +201,11 @@ class Inverse(abc.ABC):
         Returns:
           The new state.
         """
-        return kept
+        return state
 
-    def advance(
+    def precondition_momentum(
         self,
-        kept: Any,
+        state: Any,
         matrices: Array,
         damping: Array,
         momentum: Momentum,
@@ -213,7 +214,7 @@ class Inverse(abc.ABC):
         """Update the state with gradients and precondition their momentum, if the inverse `takes_gradients`.
 
         Args:
-          kept: the old state, which includes the momentum.
+          state: the old state, which includes the momentum.
           matrices: gradients `[k, d_in, d_out]`. The output axis comes last, as in the memory layout of most kernels.
           damping: as for `apply`.
           momentum: the step's momentum. Its decay is 0 for an optimizer without momentum.
@@ -224,10 +225,10 @@ class Inverse(abc.ABC):
           and the previous step's preconditioned momentum, which `kfac.kfac` needs for `adaptive_layer_rates`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} takes gradients, but has no method `advance`"
+            f"{type(self).__name__} takes gradients, but has no method `precondition_momentum`"
         )
 
-    def basis(self, kept: Any) -> Any:
+    def basis(self, state: Any) -> Any:
         """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
         return None
 
@@ -238,35 +239,41 @@ class Inverse(abc.ABC):
     ) -> None:
         """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
         if getattr(block, "moments", None) is not None:
-            what = f"factors of layer {layer.name!r} have moments, for which inverse={self!r} has no use"
+            what = f"factors of layer {layer.name!r} have moments, for which preconditioner={self!r} has no use"
             raise ValueError(
-                f"{what}: choose inverse=kfac.Ekfac(), or take factors without basis="
+                f"{what}: choose preconditioner=kfac.EKFAC(), or take factors without basis="
             )
 
-    def kept_dtype(self, dtype: Any) -> Any:
+    def state_dtype(self, dtype: Any) -> Any:
         """Return the dtype of stored inverses, where `dtype` is the dtype of statistics."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
-def check_inverse(value: object) -> None:
-    """Raise a `ValueError` if a value is not an `Inverse`."""
-    check_type("inverse", value, Inverse, "a kind of inverse such as kfac.Cholesky()")
+def check_preconditioner(value: object) -> None:
+    """Raise a `ValueError` if a value is not an `BlockPreconditioner`."""
+    check_type(
+        "preconditioner",
+        value,
+        BlockPreconditioner,
+        "a kind of inverse such as kfac.Cholesky()",
+    )
 
 
 def damping_of_blocks(
-    inverse: Inverse,
+    preconditioner: BlockPreconditioner,
     factors: Any,
     damping: Array,
 ) -> Array:
     """Return each block's absolute damping, `[k]`.
 
     Args:
-      inverse: the preconditioner. If it is `relative`, the damping is multiplied by each block's mean eigenvalue.
+      preconditioner: the preconditioner. If it is `relative`, the damping is multiplied by each block's mean
+        eigenvalue.
       factors: the statistics of `k` blocks.
       damping: a scalar, or `[k]`.
     """
     size = len(jax.tree.leaves(factors)[0])
-    if not inverse.relative:
+    if not preconditioner.relative:
         return jnp.broadcast_to(damping, size)
     mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
@@ -328,7 +335,7 @@ def product(
 
     Args:
       spec: the subscripts.
-      precision: an option of `Inverse`.
+      precision: an option of `BlockPreconditioner`.
       dtype: the dtype of stored inverses, to which both operands are cast.
       wide: the dtype of the sums and the result.
       *operands: the two operands.

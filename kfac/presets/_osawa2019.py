@@ -8,33 +8,34 @@ from typing import Any
 import optax
 from jax import Array
 
-from kfac._checks import check_given
+from kfac._checks import RENAMED, check_given, with_hints
 from kfac._curvature.cholesky import Cholesky
-from kfac._curvature.inverse import Inverse
+from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.kfac import assemble
-from kfac._optimizer.moves import Moves, ScalarOrSchedule
+from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig
 
 
-def large_batch(
+@with_hints(RENAMED)
+def osawa2019(
     learning_rate: ScalarOrSchedule,
     layers: Layers,
     *,
     momentum: ScalarOrSchedule | None = 0.93,
     nesterov: bool = False,
-    rate_in_momentum: bool = True,
+    lr_in_momentum: bool = True,
     weight_decay: ScalarOrSchedule | None = None,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     kl_clip: ScalarOrSchedule | None = None,
     trust_ratio: ScalarOrSchedule | None = None,
     damping: ScalarOrSchedule = 1e-4,
-    factor_decay: ScalarOrSchedule = 0.0,
-    statistics_every: int | Array = 1,
-    inverse_every: int | Array | None = 1,
-    refresh_warmup: int | Array | None = None,
-    inverse: Inverse = Cholesky(),
-    unitwise_damping: ScalarOrSchedule = 16.0,
+    factor_ema_decay: ScalarOrSchedule = 0.0,
+    statistics_period: int | Array = 1,
+    inverse_update_period: int | Array | None = 1,
+    interval_warmup_steps: int | Array | None = None,
+    preconditioner: BlockPreconditioner = Cholesky(),
+    unitwise_damping_scale: ScalarOrSchedule = 16.0,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the K-FAC optimizer of Osawa et al. for ResNets on ImageNet at batch sizes of thousands.
@@ -49,23 +50,23 @@ def large_batch(
       layers: the layers that `find_layers` returned.
       momentum: as for `kfac`.
       nesterov: as for `kfac`.
-      rate_in_momentum: whether the learning rate is applied before the momentum. True: `v <- m v - lr p`, `w <- w + v`
+      lr_in_momentum: whether the learning rate is applied before the momentum. True: `v <- m v - lr p`, `w <- w + v`
         with the preconditioned gradient `p`. Steps from an earlier, larger learning rate persist in `v`; see
         `kfac.schedules.coupled_momentum`. False: `v <- m v + p`, `w <- w - lr v`, so a falling rate shrinks all of `v`.
         Both forms are equal at a constant rate. `trust_ratio` needs False, because it would cancel the rate.
       weight_decay: as for `kfac`.
       weight_decay_mask: as for `kfac`.
       kl_clip: as for `kfac`.
-      trust_ratio: as for `kfac`. Needs `rate_in_momentum=False`.
+      trust_ratio: as for `kfac`. Needs `lr_in_momentum=False`.
       damping: as for `scale_by_kfac`, like the arguments below.
-      factor_decay: the decay of the factors' running averages.
-      statistics_every: the interval in steps after which `statistics_due` is true.
-      inverse_every: the interval in steps after which `observe` refreshes the inverses. None: only `observe(opt_state)`
-        without factors refreshes them.
-      refresh_warmup: the number of first steps in which both intervals are 1. Afterwards the intervals double until
-        they reach their values. None: 10.
-      inverse: how Kronecker blocks are inverted.
-      unitwise_damping: the factor on `damping` for unit-wise and diagonal blocks. The authors' code uses 16.
+      factor_ema_decay: the decay of the factors' running averages.
+      statistics_period: the interval in steps after which `statistics_due` is true.
+      inverse_update_period: the interval in steps after which `observe` refreshes the inverses. None: only
+        `observe(opt_state)` without factors refreshes them.
+      interval_warmup_steps: the number of first steps in which both intervals are 1. Afterwards the intervals double
+        until they reach their values. None: 10.
+      preconditioner: how Kronecker blocks are inverted.
+      unitwise_damping_scale: the factor on `damping` for unit-wise and diagonal blocks. The authors' code uses 16.
       distribution: how several devices are used.
 
     Returns:
@@ -79,25 +80,25 @@ def large_batch(
       for Deep Convolutional Neural Networks", 2019, https://arxiv.org/abs/1811.12019
     """
     check_given(trust_ratio=trust_ratio)
-    moves = Moves(
+    scaling = ScalingConfig(
         kl_clip=kl_clip,
         learning_rate=learning_rate,
-        rate_in_momentum=rate_in_momentum,
+        lr_in_momentum=lr_in_momentum,
         momentum=momentum,
         nesterov=nesterov,
         trust_ratio=trust_ratio,
     )
     return assemble(
         layers,
-        moves,
+        scaling,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
-        inverse=inverse,
+        preconditioner=preconditioner,
         damping=damping,
-        factor_decay=factor_decay,
-        statistics_every=statistics_every,
-        inverse_every=inverse_every,
-        refresh_warmup=refresh_warmup,
-        unitwise_damping=unitwise_damping,
+        factor_ema_decay=factor_ema_decay,
+        statistics_period=statistics_period,
+        inverse_update_period=inverse_update_period,
+        interval_warmup_steps=interval_warmup_steps,
+        unitwise_damping_scale=unitwise_damping_scale,
         distribution=distribution,
     )

@@ -12,20 +12,20 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._distributed.collectives import (
-    Shards,
+    BlockAssignments,
     Stacks,
     gather_from_owners,
     means_to_owners,
 )
-from kfac._distributed.owners import Shard
-from kfac._distributed.segments import BUCKETS
+from kfac._distributed.message_layout import BUCKETS
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Statistics
+from kfac._mesh import Axes, PyTree, as_varying, axis_size, varying_axes
 from kfac._packing import flatten, unflatten
-from kfac._varying import Axes, PyTree, as_varying, axis_size, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class CommContext:
     """A step's device axes, and the collectives over them.
 
     There are three cases:
@@ -59,16 +59,18 @@ class Way:
             raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
         return lax.axis_size(self.owners)
 
-    def owns(self, shard: Shard) -> Array:
+    def owns(self, assignment: BlockAssignment) -> Array:
         """Return for each position whether this device owns a block there, `[positions]`."""
-        if shard.held.all():
-            return jnp.ones(shard.positions, bool)
-        return self._row(shard.held)
+        positions = jnp.arange(assignment.slots)
+        if not assignment.owners:
+            return positions < assignment.full
+        owns_last = jnp.any(self._is_owner(assignment))
+        return positions < assignment.full + owns_last
 
     def take(
         self,
         stacks: Mapping[str, PyTree],
-        shards: Shards,
+        assignments: BlockAssignments,
     ) -> dict[str, PyTree]:
         """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
 
@@ -76,8 +78,8 @@ class Way:
         keeps all blocks.
         """
 
-        def taken(stack, shard):
-            index = self._row(shard.order.reshape(shard.devices, -1))
+        def taken(stack, assignment):
+            index = self._blocks(assignment)
             return jax.tree.map(
                 lambda x: x.at[index].get(mode="promise_in_bounds"), stack
             )
@@ -85,28 +87,41 @@ class Way:
         own = dict(stacks)
         if self.owners:
             for name, stack in stacks.items():
-                if name in shards:
-                    own[name] = taken(stack, shards[name])
+                if name in assignments:
+                    own[name] = taken(stack, assignments[name])
         return own
 
-    def _row(self, table: np.ndarray) -> Array:
-        """Return this device's row of a table `[devices, ...]`."""
-        return jnp.asarray(table)[lax.axis_index(self.owners)]
+    def _is_owner(self, assignment: BlockAssignment) -> Array:
+        """Return for each remainder block whether this device owns it."""
+        return lax.axis_index(self.owners) == np.array(assignment.owners, np.int32)
+
+    def _blocks(self, assignment: BlockAssignment) -> Array:
+        """Return this device's block at each position, `[positions]`, or 0 if there is none.
+
+        The result is computed, because a table of all devices would grow with their number.
+        """
+        rounds = np.arange(assignment.full, dtype=np.int32) * assignment.devices
+        blocks = lax.axis_index(self.owners) + rounds
+        if not assignment.owners:
+            return blocks
+        remainder = np.arange(assignment.full * assignment.devices, assignment.blocks)
+        last = jnp.sum(jnp.where(self._is_owner(assignment), remainder, 0))
+        return jnp.append(blocks, last.astype(blocks.dtype))
 
     def gather(
         self,
         own: Stacks,
-        shards: Shards,
+        assignments: BlockAssignments,
     ) -> Stacks:
         """Undo `take`: gather all blocks on all devices."""
         if not self.owners:
             return own
-        return gather_from_owners(own, shards, self.owners)
+        return gather_from_owners(own, assignments, self.owners)
 
     def means(
         self,
         stacks: Stacks,
-        shards: Shards,
+        assignments: BlockAssignments,
         buckets: int = 1,
     ) -> Stacks:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
@@ -116,16 +131,16 @@ class Way:
         if not self.owners:
             return self.mean(stacks)
         replicas = tuple(axis for axis in self.axes if axis not in self.owners)
-        return means_to_owners(stacks, shards, self.owners, buckets, replicas)
+        return means_to_owners(stacks, assignments, self.owners, buckets, replicas)
 
     def statistics(
         self,
         stacks: Mapping[str, Statistics],
-        shards: Shards,
+        assignments: BlockAssignments,
     ) -> dict[str, Statistics]:
         """Apply `means` to statistics."""
         flat = {name: flatten(stack) for name, stack in stacks.items()}
-        received = self.means(flat, shards, BUCKETS)
+        received = self.means(flat, assignments, BUCKETS)
 
         def unflattened(flat, stack):
             wide = jax.tree.map(lambda x: x.astype(flat.dtype), stack)
