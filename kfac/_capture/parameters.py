@@ -1,7 +1,7 @@
 """Read the parameters of JAX's equations.
 
 A parameter's name and form may change with any JAX release, so no other module reads a parameter by its name.
-`tests/test_parameters.py` traces a program for each row in `PARAMETERS` and checks each parameter's value.
+`tests/capture/test_parameters.py` traces a program for each row in `PARAMETERS` and checks each parameter's value.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def compare(
     matrices, blocks = _read(layers, jax.tree.leaves(expected.grads), factors)
     wrong = []
     for layer in layers:
-        if type(factors.get(layer.name)).__name__ == "Tied":  # tests/test_tied.py has the formula
+        if type(factors.get(layer.name)).__name__ == "Tied":  # tests/capture/test_tied.py has the formula
             whole = expected_of_tied(case, layers)[layer.name]
             errors = [relative_error(x, y) for x, y in zip(blocks[layer.name], (whole.A, whole.G), strict=True)]
             if max(errors) > tolerance:

@@ -1,0 +1,182 @@
+"""Every model of the zoo is right, or refused by an error that leads on."""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kfac
+from oracle import Geometry, Hook, relative_error
+from oracle import truth as by_hooks
+from zoo import BROKEN, ZOO
+from zoo.bruteforce import FAST, truth
+from zoo.specimens import N, check, check_strict, compare, dressed, table
+
+pytestmark = pytest.mark.usefixtures("x64")
+PAGE = pathlib.Path(__file__).parents[1] / "zoo" / "README.md"
+HEADING = "# A zoo of models\n"
+
+
+# Whose operations others have, too: those behind them.
+REPEATED = {
+    "GPT in linen": ("GPT with a tied table",),
+    "GPT of scanned blocks": ("GPT with a tied table", "Llama"),
+    "ConvNeXt in linen": ("MobileNet in haiku", "global response norm"),
+    "MLP-Mixer in linen": ("ViT in nnx",),
+    "encoder and decoder in haiku": ("GPT with a tied table", "Perceiver in equinox"),
+    "LSTM in linen": ("GRU in linen",),
+    "optimised LSTM in linen": ("GRU in linen", "GRU in haiku"),
+    "LSTM in nnx": ("GRU in linen",),
+    "LSTM in haiku": ("GRU in haiku", "time first"),
+    "LSTM in equinox": ("LSTM in equinox, in a Python loop", "GRU in linen"),
+    "PINN by jacfwd of jacfwd": ("PINN by nested jvp", "PINN by hessian"),
+    "Sobolev training": ("PINN by jvp", "directional derivatives"),
+    "WGAN with a gradient penalty": ("score matching",),
+    "Hamiltonian network": ("score matching", "PINN by grad of grad"),
+    "convolutional autoencoder": ("DCGAN, generator",),
+    "VAE in linen": ("mixture density network",),
+    "duelling heads": ("mixture density network",),
+    "BYOL": ("double DQN",),
+    "Siamese network": ("reward model on pairs", "DCGAN, discriminator"),
+    "SimCLR": ("reward model on pairs", "two towers"),
+    "SimCLR on concatenated views": ("reward model on concatenated pairs", "two towers"),
+}
+# Whose loss gets company in `check`: one of each kind, and all of them in a slow test.
+DRESSED = "multilayer perceptron", "GRU in linen", "actor-critic", "a soft prompt", "DCGAN, discriminator"
+
+
+def cases(chosen, broken=BROKEN, repeated=REPEATED):
+    found = []
+    for name, case in ZOO.items():
+        if chosen(case):
+            marks = [pytest.mark.xfail(strict=True, reason=broken[name])] if name in broken else []
+            marks += [pytest.mark.slow] if name in repeated else []
+            found.append(pytest.param(case, id=name.replace(" ", "-"), marks=marks))
+    return found
+
+
+# With company those of DRESSED are measured in any case.
+@pytest.mark.parametrize("case", cases(lambda case: True, repeated={*REPEATED, *DRESSED}))
+def test_statistics_are_those_of_brute_force(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRESSED)
+def test_what_does_not_count_changes_nothing(name):
+    check(ZOO[name], dressed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(lambda case: case.name not in DRESSED))
+def test_what_does_not_count_changes_nothing_in_other_models(case):
+    check(case, dressed)
+
+
+@pytest.mark.parametrize("case", cases(lambda case: True))
+def test_strict_names_all_that_has_no_exact_rows(case):
+    check_strict(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a soft prompt", "actor-critic", "MobileNet in haiku"])
+def test_three_devices_are_one(name):
+    """A third of the batch on each: the mean of the factors is that of the whole batch, without any company."""
+    case = ZOO[name]
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(dressed(loss), params, batch, has_aux=True)
+
+    def local(params, batch):
+        results = kfac.value_and_grad(dressed(loss), layers, has_aux=True)(params, batch)
+        return jax.lax.pmean((results[0][0], *results[1:]), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
+    over, whole = PartitionSpec("devices"), PartitionSpec()
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
+    found = jax.jit(fn, compiler_options=FAST)(params, batch)
+    compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
+
+
+KNOWN = [case for case in ZOO.values() if not (case.name in BROKEN or case.hidden or case.alone)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(x, id=x.name) for x in KNOWN])
+def test_a_batch_over_a_mesh_of_three_devices(case):
+    """Statistics are packed and spread over devices as they are formed, wherever it is known how the examples lie."""
+    loss, params, batch = case.build()
+    layers = kfac.find_layers(loss, params, batch)
+    mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    everywhere, spread = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("devices")))
+
+    def place(x):  # what all examples share is whole
+        return jax.device_put(x, spread if np.ndim(x) > 0 and len(x) == N else everywhere)
+
+    measure = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)
+    value, grads, factors = measure(jax.device_put(params, everywhere), jax.tree.map(place, batch))
+    print(case.name, {name: type(block).__name__ for name, block in factors.items()})
+    found = jax.tree.map(np.asarray, (value, grads, factors.whole()))
+    compare(layers, *found, truth(loss, params, batch, N), case)
+
+
+def test_brute_force_agrees_with_hooks_by_hand():
+    """A convolution, and a kernel used twice, once with its bias."""
+    rng = np.random.default_rng(0)
+    shapes = {"c": (2, 2, 2, 3), "cb": (3,), "w": (12, 12), "b": (12,)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(N, 3, 3, 2)))
+    geometry = Geometry((2, 2), (1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1))
+
+    def hooked(hook, p, x):
+        y = lax.conv_general_dilated(x, p["c"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) + p["cb"]
+        h = jnp.tanh(hook.layer("c", x, y, bias=True, conv=geometry)).reshape(len(x), -1)
+        h = jnp.tanh(hook.layer("w", h, h @ p["w"] + p["b"], bias=True))
+        return jnp.mean(jnp.sum(hook.layer("w", h, h @ p["w"]) ** 2, -1))
+
+    def loss(p, x):
+        return hooked(Hook(), p, x)
+
+    layers = kfac.find_layers(loss, params, x)
+    by_hand, found = by_hooks(hooked, params, (x,)), truth(loss, params, x, N)
+    for layer in layers:
+        a, g, matrix, positions = found.kronecker(layers, layer)
+        key = layer.params[0]
+        for mine, other in zip((a[0], g[0]), by_hand.kronecker(key), strict=True):
+            assert relative_error(mine, other) < 1e-12
+        assert relative_error(matrix[0], by_hand.gradient(key)) < 1e-12
+        assert positions == sum(use.a.shape[1] for use in by_hand.uses[key])
+
+
+def test_small_faults_are_seen():
+    case = ZOO["multilayer perceptron"]
+    loss, params, batch = case.build()
+    expected = truth(loss, params, batch, N)
+    layers = kfac.find_layers(loss, params, batch)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)(params, batch)
+    compare(layers, value, grads, factors, expected, case)
+    leaves, structure = jax.tree.flatten(factors)
+    for k in range(len(leaves)):
+        wrong = [leaf * (1 + 1e-5 * (j == k)) for j, leaf in enumerate(leaves)]
+        with pytest.raises(AssertionError, match=r"(in|out): A"):
+            compare(layers, value, grads, jax.tree.unflatten(structure, wrong), expected, case)
+
+
+def test_there_is_a_zoo():
+    assert len(ZOO) >= 40
+    assert {*BROKEN, *REPEATED, *sum(REPEATED.values(), ()), *DRESSED} <= set(ZOO)
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation():
+    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/capture/test_zoo.py -k doc`."""
+    text, found = table(ZOO, BROKEN), PAGE.read_text()
+    start = found.index("| model |", found.index(HEADING))
+    if os.environ.get("UPDATE_ZOO_TABLE"):
+        found = found[:start] + text
+        PAGE.write_text(found)
+    assert found[start:] == text

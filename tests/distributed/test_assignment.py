@@ -1,0 +1,204 @@
+"""Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs.
+
+Tests the inside of `_distributed`: owners, shards and segments are arithmetic on shapes.
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import kfac
+import messages
+import problem
+import resnet50_step
+from kfac._distributed.message_layout import make_message_layout
+from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "resnet50_step.py"
+
+
+def equal_layers(count, width=6):
+    params = {f"layer{k}": jnp.zeros((width, width)) for k in range(count)}
+
+    def loss(params, x):
+        for k in range(count):
+            x = jnp.tanh(x @ params[f"layer{k}"])
+        return jnp.mean(x)
+
+    return kfac.find_layers(loss, params, jnp.zeros((2, width)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8, 64])
+@pytest.mark.parametrize("blocks", [1, 4, 5, 8, 17])
+def test_every_block_has_one_place(blocks, devices):
+    owners = tuple(reversed(range(devices)))[: blocks % devices]
+    assignment = BlockAssignment(blocks, devices, owners)
+    places = [assignment.location(block) for block in range(blocks)]
+    assert len(set(places)) == blocks
+    for device in range(devices):
+        held = sorted(position for owner, position in places if owner == device)
+        assert held == list(range(assignment.full + (device in owners)))
+        assert len(held) <= assignment.slots <= -(-blocks // devices)
+
+
+def test_remainders_fill_up_the_devices():
+    """By the elements of gradients; of one group no device has two."""
+    costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
+    assignments = assign_blocks(costs, 8)
+    load = [0] * 8
+    for name, blocks, _, elements in costs:
+        assert len(set(assignments[name].owners)) == blocks % 8
+        for block in range(blocks):
+            load[assignments[name].location(block)[0]] += elements
+    assert sorted(load) == [19, 19, 19, 19, 109, 109, 119, 706]
+
+
+def test_segments_hold_every_block_once():
+    """Of remainders of any sizes, whether segments are filled up, go in pieces, or are missing."""
+    rng = np.random.default_rng(0)
+    for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
+        costs = [Cost(str(k), int(rng.integers(1, 20)), 1, int(rng.integers(1, 99))) for k in range(groups)]
+        assignments = assign_blocks(costs, devices)
+        layout = make_message_layout(assignments, {cost.name: cost.elements for cost in costs})
+        used = {device: np.zeros(length, int) for device, length in layout.lengths.items()}
+        for name, _, _, elements in costs:
+            assert tuple(layout.starts.get(name, ())) == assignments[name].owners
+            for device, start in layout.starts.get(name, {}).items():
+                used[device][start : start + elements] += 1
+        assert all((places == 1).all() for places in used.values())
+        for device, length in layout.lengths.items():
+            assert layout.direct + devices * layout.pieces[device] >= length
+        assert layout.direct == 0 or len(layout.lengths) == devices
+
+
+# Of the GPT, 0.015 of the largest block are the table's `G`, which all devices invert as they share the table's rows.
+CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.016, 0)]
+
+
+@pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
+def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
+    """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
+    plan = kfac.planning.Assignment(resnet50_layers if model == "resnet50" else gpt_layers(), devices=devices)
+    largest, mean = max(cost.work for cost in plan.costs), sum(plan.cost_per_device) / devices
+    print(max(plan.cost_per_device) / largest, max(plan.cost_per_device) / mean)
+    assert max(plan.cost_per_device) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.01), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
+def test_an_ordinary_step_sends_what_sgd_does(model, devices, most, resnet50_layers):
+    """Where gradients arrive local; bytes of a plan are those of compiled programs (`test_plan.py`)."""
+    layers = resnet50_layers if model == "resnet50" else gpt_layers()
+    plan = kfac.planning.Assignment(layers, devices=devices, preconditioner=kfac.Cholesky(), gradients="local")
+    parts = plan.gradients_messages, plan.results_messages, plan.fetched_messages
+    assert sum(map(messages.in_all_reduces, parts)) <= most * 4 * sum(layer.num_params for layer in layers)
+
+
+# The most work of a device in a refresh, and the state of each device, its momentum included, of those of one alone;
+# the bound of factors.
+BOUNDED = [(8, 8192, 0.25, 0.138), (64, 8192, 0.22, 0.106), (8, 1024, 0.02, 0.072), (64, 1024, 0.005, 0.016)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "max_factor_dim", "path", "state"), BOUNDED)
+def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_factor_dim, path, state, resnet50_layers):
+    loss, params, batch, _ = messages.resnet50(1, 224)
+    cut = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim)
+    plan, one = kfac.planning.Assignment(cut, devices=devices), kfac.planning.Assignment(resnet50_layers)
+    print(max(plan.cost_per_device) / max(one.cost_per_device), plan.memory_per_device / one.memory_per_device)
+    assert max(plan.cost_per_device) <= path * max(one.cost_per_device)
+    assert plan.memory_per_device <= state * one.memory_per_device
+
+
+def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
+    began = time.process_time()
+    assign_blocks([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
+    assert time.process_time() - began < 0.1  # it took minutes
+    repr(kfac.planning.Assignment(resnet50_layers, devices=4096))
+    assert time.process_time() - began < 2
+
+
+def gpt_layers():
+    loss, params, batch, find = messages.gpt(2, size=8)
+    return kfac.find_layers(loss, params, batch, max_factor_dim=8192, **find)
+
+
+def test_the_plan_prints_who_owns_what(resnet50_layers):
+    plan = kfac.planning.Assignment(resnet50_layers, devices=8)
+    text = repr(plan)
+    for layer in resnet50_layers:
+        assert layer.name in text
+    assert "one refresh" in text
+    assert len(repr(kfac.planning.Assignment(resnet50_layers, devices=4096)).splitlines()) < 40
+    with pytest.raises(ValueError, match="devices must be a positive int, but is 0"):
+        kfac.planning.Assignment(resnet50_layers, devices=0)
+    with pytest.raises(ValueError, match=r"preconditioner must be a kind of inverse.*'eigh'"):
+        kfac.planning.Assignment(resnet50_layers, preconditioner="eigh")
+    with pytest.raises(ValueError, match="gradients must be one of 'averaged', 'local', 'split', but is 'mine'"):
+        kfac.planning.Assignment(resnet50_layers, gradients="mine")
+
+
+@pytest.fixture(scope="module")
+def resnet50_layers():
+    params, images = resnet50_step.parameters(), jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32)
+    return kfac.find_layers(resnet50_step.loss_fn, params, images, max_factor_dim=8192)
+
+
+@functools.cache
+def counted(devices, *options):
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(devices), *options], capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout)
+
+
+@pytest.mark.slow
+def test_the_program_does_not_grow_with_devices():
+    """A message lists its devices, so lines are counted."""
+    grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))
+    tx = kfac.scale_by_kfac(problem.layers(), distribution=kfac.Distribution("devices"))
+    same, specs = PartitionSpec(), kfac.state.state_specs(tx, grads, "devices")
+
+    def lines(devices):
+        mesh = AbstractMesh((devices,), ("devices",))
+        state = jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs), grads)
+        step = jax.shard_map(
+            lambda g, s, f: tx.update(g, kfac.observe(s, f)),
+            mesh=mesh,
+            in_specs=(same, specs, same),
+            out_specs=(same, specs),
+        )
+        lowered = jax.jit(step).trace(grads, state, factors).lower(lowering_platforms=("cpu",))
+        return lowered.as_text().count("\n")
+
+    assert abs(lines(512) / lines(4) - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_the_program_of_resnet50_does_not_grow_with_devices():
+    """From 64 devices on, every group has fewer blocks than there are devices, and the programs are alike."""
+    text = {devices: counted(devices)["text"] for devices in (64, 512)}
+    assert abs(text[512] / text[64] - 1) < 0.05
+
+
+@pytest.mark.slow
+def test_resnet50_on_eight_devices_counted_from_compiled_programs():
+    one, eight = counted(1, "compile"), counted(8, "compile")
+    assert eight["state_bytes"] <= 0.40 * one["state_bytes"]
+    full, ordinary = eight["messages"], eight["messages_without_statistics"]
+    added = {kind: full[kind] - ordinary.get(kind, 0) for kind in full}
+    assert added["sent"] <= 0.7 * eight["packed_bytes"]
+    for kind, size in eight["predicted_statistics"].items():
+        assert abs(added[kind] - size) < 0.01 * size
+    for kind, size in eight["predicted_results"].items():
+        assert abs(ordinary[kind] - size) < 0.01 * size
+    assert abs(eight["state_bytes_with_momentum"] - eight["predicted_state_bytes"]) < 1000

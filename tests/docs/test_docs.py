@@ -1,0 +1,269 @@
+"""The documentation says what the package does: its examples run, its tables are complete."""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_readme import model_and_data
+
+import kfac
+from public import OBJECTS, public_modules
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHOOSING = (DOCS / "choosing.md").read_text()
+
+
+def _run(page, count, chosen=slice(None)):
+    """What the names in the examples of a page, `count` in all, stand for after those chosen have run."""
+    params, batch, loss_fn = model_and_data()
+    names = {"loss_fn": loss_fn, "params": params, "batch": batch}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == count
+    for block in blocks[chosen]:
+        exec(block, names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def names():
+    return _run("choosing.md", 10)
+
+
+@pytest.fixture(scope="module")
+def precision():
+    return _run("precision.md", 2)
+
+
+@pytest.fixture(scope="module")
+def distributed():
+    return _run("distributed.md", 15)
+
+
+def test_no_other_page_has_code_that_is_not_run():
+    pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    several = {"choosing.md", "distributed.md", "precision.md", "quickstart.md", "interop.md"}
+    assert pages == several | {"operators.md", "build_your_own.md"}
+
+
+@pytest.mark.slow
+def test_the_operator_page_runs():
+    names = _run("operators.md", 6, slice(4))
+    # Corrected eigenvalues have the trace of the exact blocks, whatever the basis.
+    exact = kfac.curvature.exact.fisher_blocks(names["loss_fn"], names["layers"])(
+        names["params"], (names["inputs"], names["labels"])
+    )
+    expected = sum(np.trace(block) for block in exact.values()) + 1e-3 * names["fisher"].size
+    np.testing.assert_allclose(names["ekfac"].trace(), expected, rtol=1e-4)
+    assert names["logits"].shape == (20, 5, 3)
+    evidence = (len(names["inputs"]) * names["whole"] + 10.0).to_dense()
+    assert abs(names["evidence"].value - np.linalg.slogdet(evidence)[1]) < 4 * names["evidence"].error
+    found = np.asarray(names["posterior"].matrix.to_dense())
+    np.testing.assert_allclose(found, evidence, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_build_your_own_trains_and_scores():
+    names = _run("build_your_own.md", 4)
+    for name, (_, losses) in names["runs"].items():
+        assert losses[-1] < losses[0] / 2, name
+    for scores in (names["surgeon"], names["wanda"]):
+        assert all(np.isfinite(leaf).all() and (leaf >= 0).all() for leaf in jax.tree.leaves(scores))
+
+
+@pytest.mark.slow
+def test_the_operator_page_shows_what_its_code_prints(capsys):
+    _run("operators.md", 6, slice(4, 6))
+    [shown] = re.findall(r"^```text\n(.*?)^```$", (DOCS / "operators.md").read_text(), re.MULTILINE | re.DOTALL)
+    number = r"\d+\.\d\d"
+    printed = capsys.readouterr().out
+    assert re.sub(number, "", printed).split() == re.sub(number, "", shown).split()
+    found, expected = ([float(x) for x in re.findall(number, text)] for text in (printed, shown))
+    # A rounding error may change a draw, and with it the way to the last steps.
+    np.testing.assert_allclose(found, expected, atol=0.05)
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (DOCS / "api.rst").read_text()
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    documented = {name if name.startswith("kfac.") else f"kfac.{name}" for name in documented}
+    whole = {"kfac.curvature.exact", "kfac.schedules"}  # with all members
+    names = {name for name in OBJECTS if name.rpartition(".")[0] not in whole}
+    assert documented == names | (public_modules().keys() - {"kfac"})
+
+
+def _table(heading):
+    """Rows of the first table after `heading` as {first cell: second cell}, both without quotes."""
+    text = CHOOSING[CHOOSING.index(heading) :]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    cells = [[cell.strip().strip("`") for cell in row.split("|")[1:-1]] for row in rows]
+    return {row[0]: row[1] for row in cells}
+
+
+def _options(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_every_option_is_documented_with_its_default():
+    preconditioner, whole, recipe = (
+        {name: eval(default) for name, default in _table(heading).items() if default}
+        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "`osawa2019` has all of these and")
+    )
+    assert preconditioner == _options(kfac.scale_by_kfac)
+    assert {name: preconditioner[name] for name in ("inverse_update_period", "distribution")} | whole == _options(
+        kfac.kfac
+    )
+    everything = _options(kfac.presets.osawa2019)
+    assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
+        "overhead",
+        "statistics_fraction",
+        "step_norm",
+        "adaptive_layer_rates",
+        "layer_multipliers",
+    }
+    assert recipe == {name: everything[name] for name in recipe}
+
+
+@pytest.mark.slow
+def test_every_diagnostic_is_documented(names):
+    scalars = kfac.diagnostics(names["opt_state"])
+    clipped = kfac.kfac(0.1, names["layers"], step_norm=None, kl_clip=1.0)
+    clipped = jax.eval_shape(lambda params: kfac.diagnostics(clipped.init(params)), names["params"])
+    found = set(scalars) | set(kfac.diagnostics(names["adaptive_state"])) | set(clipped)
+    assert set(_table("## What a run logs")) == found
+    assert all(np.isfinite(value) for value in scalars.values())
+
+
+def test_accumulated_factors_are_those_of_the_whole_batch(names):
+    whole = jax.jit(kfac.value_and_grad(names["loss_fn"], names["layers"]))(names["params"], names["batch"])
+    parts = names["accumulated"](names["params"], names["batch"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), whole, parts)
+
+
+@pytest.mark.slow
+def test_reduced_precision_keeps_what_the_page_says(precision):
+    assert {x.dtype for x in jax.tree.leaves((precision["params"], precision["factors"]))} == {jnp.dtype("float32")}
+    owned = precision["opt_state"][0].owned
+    assert {x.dtype for own in owned.values() for x in jax.tree.leaves(own.blocks.preconditioner)} == {
+        jnp.dtype("bfloat16")
+    }
+
+
+def test_unscaled_statistics_are_those_of_the_loss_itself(precision):
+    names = precision
+    whole = jax.jit(kfac.value_and_grad(names["loss_fn"], names["layers"]))(names["params"], names["batch"])
+    scaled = names["grads"], names["factors"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), whole[1:], scaled)
+
+
+def test_restored_state_is_the_saved_one(names):
+    saved = {"params": names["params"], "opt_state": names["opt_state"]}
+    assert jax.tree.structure(saved) == jax.tree.structure(names["restored"])
+    jax.tree.map(np.testing.assert_array_equal, saved, names["restored"])
+
+
+def _assert_close(found, expected, tolerance=1e-5):
+    def compare(a, b):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(compare, found, expected)
+
+
+@pytest.fixture(scope="module")
+def one_device(distributed):
+    """The guides' optimizer on one device that has the whole batch: after each step its parameters and its state."""
+    names = distributed
+    params, batch, layers = names["params"], names["batch"], names["layers"]
+    tx = kfac.kfac(0.1, layers, inverse_update_period=3)
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def step(params, state):
+        _, grads, factors = kfac.value_and_grad(names["loss_fn"], layers)(params, batch)
+        updates, state = tx.update(grads, kfac.observe(state, factors), params)
+        return optax.apply_updates(params, updates), state
+
+    found = [(params, state)]
+    for _ in range(5):
+        found.append(step(*found[-1]))
+    return found
+
+
+@pytest.mark.slow
+def test_all_programs_train_like_one_device(distributed, one_device):
+    expected, state = one_device[4]
+    _assert_close(distributed["global_params"], expected)
+    for program in ("alone", "mesh", "fsdp", "tensor", "hosts", "node"):
+        _assert_close(jax.device_get(distributed[f"{program}_params"]), expected)
+    for device in (0, -1):
+        _assert_close(jax.tree.map(lambda x, k=device: x[k], distributed["stacked_params"]), expected)
+    assert jax.tree.structure(distributed["portable"]) == jax.tree.structure(state)
+    for style in ("opt_state", "mesh_state", "stacked_state", "node_state"):
+        gathered = jax.jit(kfac.state.gather_state)(distributed[style])
+        _assert_close(jax.device_get(gathered), jax.device_get(state), 1e-3)
+
+
+@pytest.mark.slow
+def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_device):
+    expected, _ = one_device[5]
+    names, split = distributed, distributed["split"]
+    mesh, batch = names["small_mesh"], names["batch"]
+    tx = kfac.kfac(0.1, names["layers"], inverse_update_period=3, distribution=kfac.Distribution("devices"))
+    specs = kfac.state.state_specs(tx, names["params"], "devices")
+
+    def local_step(params, state, batch):
+        _, grads, factors = kfac.value_and_grad(names["loss_fn"], names["layers"])(params, batch)
+        state = kfac.observe(state, factors)
+        updates, state = tx.update(jax.lax.pmean(grads, "devices"), state, params)
+        return optax.apply_updates(params, updates)
+
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(names["same"], specs, split), out_specs=names["same"])
+    params = jax.device_get(names["global_params"])
+    _assert_close(jax.jit(step)(params, names["small_state"], batch), expected)
+    # The form of pmap holds the same numbers.
+    again = jax.jit(kfac.state.gather_state)(names["small_stacked_state"])
+    jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
+
+
+@pytest.mark.slow
+def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
+    names = distributed
+
+    def global_loss(params, batch):
+        x, labels = batch
+        h = x @ params["hidden"]["kernel"] + params["hidden"]["bias"]
+        h = jnp.tanh(h - h.mean(axis=0))
+        logits = h @ params["output"]["kernel"] + params["output"]["bias"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels])
+
+    layers, params = names["synchronised_layers"], names["params"]
+    assert layers == kfac.find_layers(global_loss, params, names["batch"])
+
+    def step(params, batch, loss_fn, axis_name, average):
+        tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution(axis_name))
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        loss, grads = average((loss, grads))
+        return loss, tx.update(grads, kfac.observe(tx.init(params), factors), params)[0]
+
+    average = functools.partial(jax.lax.pmean, axis_name="devices")
+    local_step = functools.partial(step, loss_fn=names["synchronised_loss"], axis_name="devices", average=average)
+    in_specs = names["same"], names["split"]
+    mapped = jax.shard_map(local_step, mesh=names["mesh"], in_specs=in_specs, out_specs=names["same"])
+    found = jax.jit(mapped)(params, names["global_batch"])
+    whole = functools.partial(step, loss_fn=global_loss, axis_name=None, average=lambda tree: tree)
+    expected = jax.jit(whole)(params, names["batch"])
+    _assert_close(jax.device_get(found), expected)
+
+
+@pytest.mark.slow
+def test_the_plan_of_the_guide_prints(distributed):
+    table = str(kfac.planning.Assignment(distributed["layers"], devices=8))
+    assert "hidden" in table and "output" in table
+    assert len(table.splitlines()) == 1 + 8 + 1

@@ -1,0 +1,98 @@
+"""docs/interop.md: every loop on it trains, with the statistics arriving at the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_docs import _run
+
+import kfac
+
+
+@pytest.fixture(scope="module")
+def names():
+    return _run("interop.md", 6)
+
+
+def plain(loss_fn, layers, params, batch, tx=None, steps=15):
+    """The loop of the README: parameters, state and the last loss."""
+    tx = tx or kfac.kfac(0.1, layers)
+
+    @jax.jit
+    def observe(state, params):
+        return kfac.observe(state, kfac.statistics(loss_fn, layers)(params, batch))
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    for _ in range(steps):
+        if kfac.statistics_due(state):
+            state = observe(state, params)
+        params, state, loss = step(params, state)
+    return params, state, loss
+
+
+def assert_same(found, expected):
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def centred(params):
+    """Without what the three logits have in common: a softmax does not see it, so rounding alone moves it."""
+    return jax.tree.map(lambda x: x - x.mean(-1, keepdims=True) if x.shape[-1] == 3 else x, params)
+
+
+@pytest.mark.slow
+def test_a_train_state_of_flax_does_what_the_plain_loop_does(names):
+    expected = plain(names["linen_loss"], names["layers"], names["params"], names["batch"])
+    assert_same(*map(centred, (names["state"].params, expected[0])))
+    assert names["state"].step == 15 and float(names["linen_last"]) == pytest.approx(float(expected[2]), rel=1e-4)
+    assert kfac.diagnostics(names["state"].opt_state)["condition"] > 1
+
+
+def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
+    from flax import nnx
+
+    initial = nnx.state(names["Network"](nnx.Rngs(0)), nnx.Param)  # those of the page have been trained since
+    expected = plain(names["nnx_loss"], names["nnx_layers"], initial, names["batch"])
+    assert_same(*map(centred, (nnx.state(names["nnx_model"], nnx.Param), expected[0])))
+    assert names["scalars"]["condition"] == pytest.approx(float(kfac.diagnostics(expected[1])["condition"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_partition_gives_each_its_own(names):
+    """Without `skip=` only what is computed differs: a bias that is AdamW's is no part of its kernel's block."""
+    loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
+    whole = kfac.find_layers(loss_fn, params, batch)
+    tx = optax.partition({"kfac": kfac.kfac(0.1, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
+    assert_same(names["partitioned_params"], plain(loss_fn, whole, params, batch, tx)[0])
+    # The first step of AdamW has the length of its rate.
+    layers, partitioned = names["word_layers"], names["partitioned"]
+    first = plain(loss_fn, layers, params, batch, partitioned, steps=1)[0]
+    moved = jnp.abs(first["embedding"]["embedding"] - params["embedding"]["embedding"])
+    read = np.unique(batch[0])
+    np.testing.assert_allclose(moved[read], 3e-2, rtol=0.02)
+    alone = plain(loss_fn, layers, params, batch, steps=1)[0]
+    assert_same([first[k]["kernel"] for k in ("hidden", "output")], [alone[k]["kernel"] for k in ("hidden", "output")])
+    for name in ("hidden", "output"):
+        np.testing.assert_allclose(jnp.abs(first[name]["bias"] - params[name]["bias"]), 3e-2, rtol=0.02)
+    assert float(names["word_last"]) < float(loss_fn(params, batch))
+
+
+def test_haiku_learns(names):
+    assert kfac.diagnostics(names["hk_state"])["condition"] > 1
+    assert 0 < float(names["hk_last"]) < 0.8  # log 3 by guessing
+
+
+@pytest.mark.slow
+def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
+    initial = names["params"]
+    plain_params = plain(names["linen_loss"], names["layers"], initial, names["batch"], steps=5)[0]
+    half = jax.tree.map(lambda a, b: (a + b) / 2, initial, plain_params)
+    assert_same(names["lookahead_params"], optax.LookaheadParams.init_synced(half))

@@ -1,0 +1,134 @@
+"""The study of optimizers at large batches: it resumes, reports from what is stored, and refuses in one sentence."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.examples
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "large_batch"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """Results of a search that was stopped after two trials, then killed within a line, then went on."""
+    import study
+
+    folder = tmp_path_factory.mktemp("study")
+    args = ["search", "--task", "toy", "--methods", "sgd", "--results", str(folder)]
+    study.main([*args, "--limit", "2"])
+    path = folder / "toy.jsonl"
+    first = path.read_text()
+    path.write_text(first + first[:50])
+    study.main(args)
+    return folder, first
+
+
+def test_a_killed_search_goes_on_where_it_was(searched):
+    folder, first = searched
+    text = (folder / "toy.jsonl").read_text()
+    assert first.count("\n") == 2
+    assert text.startswith(first)
+    records = [json.loads(line) for line in text.splitlines()]
+    keys = [json.dumps([r["method"], r["settings"], r["steps"], r["seed"]], sort_keys=True) for r in records]
+    assert len(set(keys)) == len(keys)
+    # The grid of six, rates beyond its edges, and the two best once more.
+    assert len(records) >= 8
+    assert {r["steps"] for r in records} == {2, 4}
+    assert all(len(r["losses"]) == r["steps"] for r in records if r["finite"])
+
+
+def test_the_report_comes_from_what_is_stored(searched, tmp_path, capsys):
+    import study
+
+    folder, _ = searched
+    study.main(["report", "--task", "toy", "--results", str(folder), "--figures", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "**Search (not finished)**" in printed
+    assert "Nesterov SGD" in printed
+    assert (tmp_path / "large_batch_toy_curves.svg").is_file()
+
+
+WRONG = [
+    (["search", "--methods", "adagrad"], "--methods adagrad is none of sgd, "),
+    (["search", "--limit", "0"], "--limit must be at least 1"),
+    (["search", "--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
+    (["batch-sizes", "--task", "toy", "--parts", "3"], "--parts 3 is none of 4, 50, 200"),
+    (["report", "--results", "nowhere"], "holds no trials"),
+    (["time", "--task", "toy", "--results", "nowhere"], "the search of sgd is not done"),
+    (["dance"], "dance"),
+]
+
+
+def test_what_is_wrong_is_said_in_one_sentence(monkeypatch):
+    import study
+    from files import UserError
+
+    monkeypatch.chdir(FOLDER)
+    for args, message in WRONG:
+        with pytest.raises(UserError) as caught:
+            study.main(args)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    """By the script as it is run."""
+    (tmp_path / "toy.jsonl").write_text('{"task": 1}\n{}\n')
+    command = [sys.executable, FOLDER / "study.py", "report", "--task", "toy", "--results", tmp_path]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "toy.jsonl, line 1, is no trial" in done.stderr
+
+
+def test_the_budget_that_reaches_the_target_is_interpolated():
+    import study  # noqa: F401, I001  before its neighbour, as a script
+    import reporting
+
+    def group(steps, *scores):
+        return [{"steps": steps, "val_accuracy": x} for x in scores]
+
+    assert reporting.crossing([group(40, 0.4, 0.4), group(90, 0.6, 0.6)], 0.5) == pytest.approx((60, 0))
+    assert reporting.crossing([group(40, 0.4, 0.4)], 0.5) == (math.inf, 40.0)
+
+
+@pytest.mark.parametrize("methods", [("muon",), pytest.param(("kfac", "soap"), marks=pytest.mark.slow)], ids=", ".join)
+def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkeypatch, capsys, methods):
+    # By its path: the tests have a module of that name, too.
+    spec = importlib.util.spec_from_file_location("networks_of_the_study", FOLDER / "networks.py")
+    networks = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, networks)
+    spec.loader.exec_module(networks)
+
+    def printed(*args):
+        monkeypatch.setattr(sys, "argv", ["networks.py", *map(str, args)])
+        networks.main()
+        return capsys.readouterr().out
+
+    results = tmp_path / "networks.jsonl"
+    args = ("--networks", "character transformer", "--steps", 3, "--rates", 0.03, "--results", results)
+    args += ("--methods", *methods, "--batch", 50, "--schedule", "average")
+    printed("run", *args)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(records) == len(methods) and all(math.isfinite(record["score"]) for record in records)
+    assert {(record["batch"], record["schedule"]) for record in records} == {(50, "average")}
+    assert not printed("run", *args)
+    assert re.search(methods[0] + r" \d+ ms", printed("times", *args))
+    stored = printed("report")
+    assert re.search(r"\n  kfac-frobenius-cholesky .* 0.06: 0.4956 ", stored)

@@ -1,0 +1,63 @@
+"""`examples/physics` on tiny sizes: the equations, the exact solutions, and every method."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.examples
+
+
+@pytest.fixture
+def pinn(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "physics"))
+    import pinn
+
+    with jax.enable_x64(True):
+        yield pinn
+
+
+def test_exact_solutions_solve_the_equations_and_others_do_not(pinn):
+    for problem in pinn.PROBLEMS.values():
+        x = pinn.points(problem, 0, 20)
+        # A little away from the first moment of Burgers, where the transformation has no derivative.
+        x = x.at[:, 0].add(0.05 * (1 - x[:, 0]))
+        known = () if problem.coefficient is None else (0.1,)
+        wrong = tuple(2 * c for c in known)
+        residual = jax.vmap(lambda x, problem=problem, known=known: problem.residual(problem.exact, x, *known))
+        other = jax.vmap(
+            lambda x, problem=problem, wrong=wrong: problem.residual(lambda x: 2 * problem.exact(x), x, *wrong)
+        )
+        assert np.abs(residual(x)).max() < 1e-6 * np.abs(other(x)).max()
+
+
+def test_the_laplacian_is_that_of_the_hessian(pinn):
+    import equations
+
+    x, u = jnp.asarray([0.3, 0.6, 0.2]), lambda x: jnp.sin(x[0] * x[1]) + x[2] ** 3 * x[0]
+    assert float(equations.laplacian(u, x)) == pytest.approx(float(jnp.trace(jax.hessian(u)(x))), rel=1e-12)
+
+
+def test_points_lie_inside_and_on_the_faces(pinn):
+    for problem in pinn.PROBLEMS.values():
+        x = np.asarray(pinn.points(problem, 0, 50))
+        assert (x > problem.low).all() and (x < problem.high).all()
+        edge = np.asarray(pinn.points(problem, 1, 50, faces=True))
+        assert not problem.faces or all(any(row[axis] == value for axis, value in problem.faces) for row in edge)
+
+
+def test_every_method_comes_nearer(pinn, monkeypatch, tmp_path):
+    problem = pinn.PROBLEMS["Poisson, 2 dimensions"]._replace(inner=30, edge=12, widths=(8, 8))
+    monkeypatch.setattr(pinn, "PROBLEMS", {"small": problem})
+    found = pinn.compare(0.3, ["small"], tmp_path / "results.json", tmp_path / "picture.png", seed=0)["small"]
+    assert (tmp_path / "picture.png").stat().st_size > 0 and json.loads((tmp_path / "results.json").read_text())
+    for name, last in found.items():
+        assert 0 < last["error"] < 0.9 and last["steps"] > 0 and last["seconds"] >= 0.3, name
+
+
+def test_recorded_results_have_every_method(pinn):
+    found = json.loads(Path(pinn.__file__).with_name("results.json").read_text())
+    assert {title: [*own] for title, own in found.items()} == {title: [*pinn.SETTINGS] for title in pinn.PROBLEMS}

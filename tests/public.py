@@ -1,0 +1,26 @@
+"""The public names of the package."""
+
+import inspect
+
+import kfac
+
+# The public modules of the package, each with a page's worth of names.
+MODULES = ("curvature", "planning", "presets", "schedules", "state", "types")
+
+
+def public_modules():
+    modules = {"kfac": kfac} | {f"kfac.{name}": getattr(kfac, name) for name in MODULES}
+    return modules | {"kfac.curvature.exact": kfac.curvature.exact}
+
+
+def public_names(module):
+    """Names of functions and classes; a module with definitions of its own imports private ones beside."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
+    own = {name: value for name, value in found.items() if value.__module__ == module.__name__}
+    return own or found
+
+
+PUBLIC = public_names(kfac)
+OBJECTS = {f"{prefix}.{name}": value for prefix, module in public_modules().items()
+           for name, value in public_names(module).items()}  # fmt: skip
+FUNCTIONS = sorted(name for name, value in OBJECTS.items() if inspect.isfunction(value))
