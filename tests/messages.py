@@ -25,7 +25,7 @@ if __name__ == "__main__":
     PARSER.add_argument("--style", choices=["shard_map", "mesh"], default="shard_map")
     PARSER.add_argument("--axes", choices=["auto", "explicit"], default="auto")
     PARSER.add_argument("--gradients", choices=["averaged", "local"], default="averaged", help="of shard_map")
-    PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
+    PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="as of find_layers")
     PARSER.add_argument("--refresh", choices=["inside", "apart"], default="inside", help="apart: without its messages")
     PARSER.add_argument("--parameters", choices=["whole", "split"], default="whole", help="as FSDP splits them")
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")

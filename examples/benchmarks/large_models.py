@@ -18,7 +18,7 @@ if __name__ == "__main__":
     PARSER.add_argument("model", choices=["llama", "vit"])
     PARSER.add_argument("--devices", type=int, default=64)
     PARSER.add_argument("--depth", type=int, help="of the model's layers, so many")
-    PARSER.add_argument("--max-dim", type=int, default=8192, help="as of find_layers")
+    PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="as of find_layers")
     PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "full"], default=[])
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"

@@ -170,7 +170,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
         jax.block_until_ready(programs["statistics"](once_state))
         refresh.append(time.perf_counter() - began)
     if 4 * options.repeats + 8 > every:
-        raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-every {every}")
+        raise SystemExit(f"--repeats {options.repeats} is too many for --inverse-update-period {every}")
     times = median_times({n: functools.partial(p, states[n]) for n, p in programs.items()}, options.repeats)
 
     forward_backward = count_flops(gradients, variables["params"], None, batch)
@@ -353,7 +353,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, help="height and width in pixels: 224, or 64 with --quick on a CPU")
     parser.add_argument("--batch", type=int, default=256 if gpu else 16, help="images in a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if gpu else "float32")
-    parser.add_argument("--inverse-every", type=int, default=100, help="steps between refreshes")
+    parser.add_argument("--inverse-update-period", type=int, default=100, help="steps between refreshes")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each program")
     parser.add_argument("--condition", type=float, default=1e6, help="condition number of the matrices to invert")
     parser.add_argument("--dimensions", type=int, nargs="+", help="of the matrices to invert: 64 to 4608")
@@ -365,7 +365,7 @@ def parse() -> argparse.Namespace:
     options.dimensions = options.dimensions or ([256, 1152] if options.quick else [64, 256, 576, 1152, 2304, 4608])
     options.sections = options.sections or [name for name in SECTIONS if name != "statistics" or not options.quick]
     if min(options.image_size // 32, options.batch, options.repeats, options.inverse_update_period) < 1:
-        parser.error("--image-size must be at least 32, --batch, --repeats and --inverse-every at least 1")
+        parser.error("--image-size must be at least 32, --batch, --repeats and --inverse-update-period at least 1")
     return options
 
 

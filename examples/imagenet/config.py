@@ -246,7 +246,7 @@ def resolve(config: Any) -> Any:
         (c.decay_end is not None and c.decay_end <= (c.decay_begin or 0),
          f"--decay-end {c.decay_end} must be greater than --decay-begin {c.decay_begin}"),
         (c.lr_in_momentum and c.trust_ratio,
-         "--rate-in-momentum has no effect with --trust-ratio; give --no-rate-in-momentum or --trust-ratio 0"),
+         "--lr-in-momentum has no effect with --trust-ratio; give --no-lr-in-momentum or --trust-ratio 0"),
         (c.plan and c.optimizer != "kfac", f"--plan with --optimizer {c.optimizer}: it is what K-FAC adds"),
         (not (re.fullmatch(r".+:\d+", where) and n.isdecimal() and i.isdecimal() and int(i) < int(n)),
          f"--processes {where} {n} {i} must be HOST:PORT, their number, and which of them this is, from 0"),

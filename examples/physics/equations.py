@@ -87,7 +87,7 @@ PROBLEMS = {
         lambda u, x: laplacian(u, x) + u(x) + (17 * jnp.pi**2 - 1) * waves(x), waves, (0, 0), (1, 1), cube(2), 800, 200
     ),
     "Burgers": Problem(burgers, burgers_exact, (0, -1), (1, 1), ((0, 0.0), (1, -1.0), (1, 1.0)), 1000, 250),
-    "Heat, preconditioner": Problem(heat, heat_exact, (0, 0), (1, 1), (), 400, 100, coefficient=1.0),
+    "Heat, inverse": Problem(heat, heat_exact, (0, 0), (1, 1), (), 400, 100, coefficient=1.0),
 }
 
 

@@ -384,7 +384,9 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [["--inverse", "eigh"], ["--inverse", "cholesky", "--factor-every", 2]], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [["--preconditioner", "eigh"], ["--preconditioner", "cholesky", "--factor-every", 2]], ids=str
+)
 def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
     """On two devices, with micro-batches."""
     options = [*chosen, "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
