@@ -2,16 +2,21 @@
 
 import pathlib
 import sys
+import tomllib
 
 import kfac
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "extensions"))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE / "extensions"))
 
 project = "kfac"
 author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "outside", "type_names"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["mathml", "outside", "type_names"]  # in docs/extensions
+repository_url = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+autosummary_generate = False  # the tables of api/index.rst, without a page for each name
 html_math_renderer = "mathml"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -22,7 +27,7 @@ napoleon_use_ivar = True
 nitpicky = True
 # Types in signatures and of attributes; there is no page about any of them.
 _elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\.(\w+\.)?_.*|ScalarOrSchedule|BlockState|KfacMetrics|Owned"
-_elsewhere += "|MomentumState|Segment|Settings|Splits|Params|Solution|ArrayLike|Array"
+_elsewhere += "|MomentumState|FlatState|ParamSpecs|Settings|Params|Solution|ArrayLike|Array"
 nitpick_ignore_regex = [("py:.*", _elsewhere)]
 default_role = "code"  # docstrings quote code by single backticks
 myst_enable_extensions = ["dollarmath"]

@@ -27,21 +27,24 @@ factors = kfac.value_and_grad(loss_fn, layers, fisher="expected")(params, batch,
 product = kfac.curvature.exact.dense(factors)
 error = kfac.curvature.exact.error(block, product)
 
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), width_ratios=[3, 1, 3, 3], layout="constrained")
+# Two rows and large titles, so that they can be read on a phone.
+plt.rcParams["axes.titlesize"] = 12
+figure, axes = plt.subplots(2, 2, figsize=(5, 5.6), layout="constrained")
 limit = float(jnp.quantile(jnp.abs(block), 0.995))
 style = {"cmap": "RdBu_r", "interpolation": "nearest"}
-axes[0].imshow(block, vmin=-limit, vmax=limit, **style)
-axes[0].set_title(f"exact block of a layer\n{block.shape[0]} x {block.shape[0]}")
+size = f"{block.shape[0]} x {block.shape[0]}"
+axes[0, 0].imshow(block, vmin=-limit, vmax=limit, **style)
+axes[0, 0].set_title(f"exact block of a\nlayer, {size}")
 for factor, title in ((factors.A, "A"), (factors.G, "G")):
-    inset = axes[1].inset_axes([0.05, 0.55 if title == "A" else 0.05, 0.9, 0.4])
+    inset = axes[0, 1].inset_axes([0.0 if title == "A" else 0.56, 0.28, 0.44, 0.44])
     inset.imshow(factor, vmin=-float(jnp.abs(factor).max()), vmax=float(jnp.abs(factor).max()), **style)
-    inset.set_title(f"{title}, {factor.shape[0]} x {factor.shape[0]}", fontsize=9)
+    inset.set_title(f"{title}\n{factor.shape[0]} x {factor.shape[0]}")
     inset.set_xticks([]), inset.set_yticks([])
-axes[1].axis("off")
-axes[2].imshow(product, vmin=-limit, vmax=limit, **style)
-axes[2].set_title(f"their product\ncosine with the block {float(error.cosine):.2f}")
-axes[3].imshow(block - product, vmin=-limit, vmax=limit, **style)
-axes[3].set_title("what it misses\n(same colours)")
-for axis in (axes[0], *axes[2:]):
+axes[0, 1].axis("off")
+axes[1, 0].imshow(product, vmin=-limit, vmax=limit, **style)
+axes[1, 0].set_title(f"Kronecker product,\ncosine {float(error.cosine):.2f}")
+axes[1, 1].imshow(block - product, vmin=-limit, vmax=limit, **style)
+axes[1, 1].set_title("difference\n(same colours)")
+for axis in (axes[0, 0], *axes[1]):
     axis.set_xticks([]), axis.set_yticks([])
-figure.savefig(HERE / "kronecker.png", dpi=110)
+figure.savefig(HERE / "kronecker.png", dpi=120)

@@ -19,7 +19,7 @@ from zoo.specimens import N, check, check_strict, compare, dressed, table
 
 pytestmark = pytest.mark.usefixtures("x64")
 PAGE = pathlib.Path(__file__).parents[1] / "zoo" / "README.md"
-HEADING = "# A zoo of models\n"
+HEADING = "# Models that test the capture\n"
 
 
 # Whose operations others have, too: those behind them.

@@ -16,6 +16,7 @@ import kfac
 from public import OBJECTS, public_modules
 
 DOCS = Path(__file__).parents[2] / "docs"
+PACKAGE = DOCS.parent / "kfac"
 CHOOSING = (DOCS / "choosing.md").read_text()
 
 
@@ -48,7 +49,7 @@ def distributed():
 def test_no_other_page_has_code_that_is_not_run():
     pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
     several = {"choosing.md", "distributed.md", "precision.md", "quickstart.md", "interop.md"}
-    assert pages == several | {"operators.md", "build_your_own.md"}
+    assert pages == several | {"operators.md", "research.md", "build_your_own.md"}
 
 
 @pytest.mark.slow
@@ -65,6 +66,47 @@ def test_the_operator_page_runs():
     assert abs(names["evidence"].value - np.linalg.slogdet(evidence)[1]) < 4 * names["evidence"].error
     found = np.asarray(names["posterior"].matrix.to_dense())
     np.testing.assert_allclose(found, evidence, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_each_snippet_of_the_gallery_runs_alone():
+    text = (DOCS / "research.md").read_text()
+    found = []
+    for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        found.append({})
+        exec(code, found[-1])
+    equation, electrons, laplace, influence, continual = found
+    assert equation["error"] < 1e-3
+    for names in found:
+        kinds = {layer.kind for layer in names["layers"]}
+        assert kinds <= {"dense", "unitwise"}, kinds  # exact rows throughout
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(electrons["grads"]))
+    assert laplace["sample"]["kernel"].shape == (64, 10) and np.isfinite(laplace["evidence"])
+    # The gradient of the query's loss, weighted by the inverse, is the sum of all examples' influences on it.
+    whole = jax.grad(influence["loss_fn"])(influence["params"], influence["batch"])
+    expected = optax.tree.vdot(whole, influence["direction"])
+    np.testing.assert_allclose(influence["scores"].mean(), expected, rtol=1e-3)
+    # At the first task's weights the penalty has no gradient yet.
+    plain = jax.grad(continual["loss_fn"])(continual["params"], continual["second"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), continual["grads"], plain)
+
+
+def test_the_places_for_changes_exist():
+    """The modules, names and tests in the table of docs/architecture.md."""
+    text = (DOCS / "architecture.md").read_text()
+    table = text.partition("## Where to make a change")[2].partition("\n## ")[0]
+    for _, places, tests in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)[1:]:
+        folder = ""
+        sources = ""
+        for path in re.findall(r"`(_?\w+/(?:\w+\.py)?|\w+\.py)`", places):
+            folder = path.rpartition("/")[0] or folder
+            found = PACKAGE / (path if "/" in path or (PACKAGE / path).exists() else f"{folder}/{path}")
+            assert found.exists(), path
+            sources += "".join(file.read_text() for file in ([found] if found.is_file() else found.glob("*.py")))
+        for name in re.findall(r"`(MOVES|READS|[A-Z]\w+)`", places):
+            assert name in sources, name
+        for path in re.findall(r"`(test_\w+\.py|tests/zoo/)`", tests):
+            assert any((DOCS.parent / "tests").rglob(path.removeprefix("tests/").rstrip("/"))), path
 
 
 @pytest.mark.slow
@@ -89,13 +131,24 @@ def test_the_operator_page_shows_what_its_code_prints(capsys):
 
 
 def test_every_public_name_is_in_the_reference():
-    text = (DOCS / "api.rst").read_text()
-    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
-    assert len(documented) == len(set(documented))
-    documented = {name if name.startswith("kfac.") else f"kfac.{name}" for name in documented}
+    pages = {path.stem: path.read_text() for path in (DOCS / "api").glob("*.rst")}
+    summary = pages.pop("index")
+    found = [
+        (name if name.startswith("kfac.") else f"kfac.{name}", page)
+        for page, text in pages.items()
+        for name in re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    ]
+    documented = dict(found)
+    assert len(documented) == len(found)
     whole = {"kfac.curvature.exact", "kfac.schedules"}  # with all members
     names = {name for name in OBJECTS if name.rpartition(".")[0] not in whole}
-    assert documented == names | (public_modules().keys() - {"kfac"})
+    assert documented.keys() == names | (public_modules().keys() - {"kfac"})
+    for name, page in documented.items():
+        module = name if name in public_modules() else name.rpartition(".")[0]
+        assert page == ("kfac" if module == "kfac" else module.split(".")[1]), name
+    tables = re.findall(r"^\.\. autosummary::\n   :nosignatures:\n\n((?:   \S+\n)+)", summary, re.MULTILINE)
+    listed = " ".join(tables).split()
+    assert sorted(listed) == sorted(OBJECTS)
 
 
 def _table(heading):

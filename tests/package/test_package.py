@@ -289,17 +289,6 @@ def test_there_is_one_version():
     assert f"## [{kfac.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_links_between_documents_lead_somewhere():
-    documents = [
-        *ROOT.glob("*.md"),
-        *(p for name in ("docs", "examples", "tests") for p in (ROOT / name).rglob("*.md")),
-    ]
-    for document in documents:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
-            if not target.startswith(("http://", "https://")):
-                assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
 @pytest.mark.slow
 def test_lapack_gets_one_thread_unless_the_user_says_otherwise():
     script = "import os, kfac; print(os.environ['OPENBLAS_NUM_THREADS'])"
