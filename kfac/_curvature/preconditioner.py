@@ -58,13 +58,13 @@ class BlockPreconditioner(abc.ABC):
             def init(self, factors):
                 return jnp.ones((len(factors.A), factors.G.shape[-1], factors.A.shape[-1]))
 
-            def refresh(self, kept, factors, damping):
+            def refresh(self, state, factors, damping):
                 a, g = (x if x.ndim == 2 else jnp.diagonal(x, axis1=1, axis2=2) for x in (factors.A, factors.G))
                 new = 1 / (g[:, :, None] * a[:, None, :] + damping[:, None, None])
                 return new, jnp.max(new, axis=(1, 2)) / jnp.min(new, axis=(1, 2))
 
-            def apply(self, kept, matrices, damping):
-                return kept * matrices
+            def apply(self, state, matrices, damping):
+                return state * matrices
 
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or

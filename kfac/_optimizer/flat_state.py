@@ -30,7 +30,7 @@ from kfac._packing import flatten, unflatten
 
 
 class Slot(NamedTuple):
-    """The location of a group's blocks in the flat vectors of a part: factors, inverse or motion.
+    """The location of a group's blocks in the flat vectors of a part: factors, preconditioner or momentum.
 
     Attributes:
       shapes: the part's shapes `[1, ...]` for a single block, a tree of `jax.ShapeDtypeStruct`s.

@@ -112,7 +112,7 @@ def test_its_memory_is_that_of_the_state(preconditioner, devices):
 
     few = [(own.blocks.weight, own.blocks.condition, own.blocks.inverted) for own in state.owned.values()]
     everywhere = [(block.factors, block.preconditioner, block.momentum_state) for block in state.shared.values()]
-    held = (size((state.owned, state.segment)) - size(few)) // devices + size((everywhere, state.bases))
+    held = (size((state.owned, state.flat_state)) - size(few)) // devices + size((everywhere, state.bases))
     assert kfac.planning.Assignment(layers, devices=devices, preconditioner=preconditioner).memory_per_device == held
 
 
