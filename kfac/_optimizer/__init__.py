@@ -1,1 +1,1 @@
-"""What is kept between steps, one step, and the optax transformations around it."""
+"""The state of the optimizer, a step, and the optax transformations around it."""

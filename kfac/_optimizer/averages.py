@@ -270,14 +270,14 @@ def refresh_group(
       `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
     """
     block = state.blocks[name]
-    kept = part_of(new, comm, name, "preconditioner")
+    old = part_of(new, comm, name, "preconditioner")
     preconditioner = state.settings.preconditioner
     damping = state.observe_damping
     if name in state.shared:
-        preconditioner = kept.preconditioner
+        preconditioner = old.preconditioner
         damping = damping * state.unitwise_damping_scale
     factors = part_of(new, comm, name, "factors")
-    result = refresh(preconditioner, kept, factors, wanted, damping)
+    result = refresh(preconditioner, old, factors, wanted, damping)
     new = with_parts(
         new,
         comm,

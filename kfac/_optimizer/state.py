@@ -224,8 +224,8 @@ class KfacState(NamedTuple):
 
         Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`),
         `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted` (`[k]`, the
-        step of the last inversion) and `momentum_state` (momentum and rates). If a group has fewer blocks than devices, the
-        parts that `flat_state` stores are None.
+        step of the last inversion) and `momentum_state` (momentum and rates). If a group has fewer blocks than devices,
+        the parts that `flat_state` stores are None.
         """
         return {name: owned.blocks for name, owned in self.owned.items()} | self.shared
 
