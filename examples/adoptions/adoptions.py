@@ -1,4 +1,4 @@
-"""Nine ordinary scripts, first with AdamW, then with K-FAC as the README and docs/quickstart.md say, nothing tuned.
+"""Nine ordinary scripts, first with AdamW, then with K-FAC as docs/getting_started.md says, nothing tuned.
 
     python examples/adoptions/adoptions.py            # runs what is missing in results.jsonl, and prints the table
     python examples/adoptions/adoptions.py --only haiku --seeds 0 --results /tmp/mine.jsonl

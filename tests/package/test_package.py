@@ -178,7 +178,7 @@ def test_schedules_are_documented_like_the_rest():
         name for name, value in vars(kfac.schedules).items() if getattr(value, "__module__", "") == "kfac.schedules"
     ]
     assert sorted(names) == ["coupled_momentum", "damping_decay", "warmup_linear_decay"]
-    page = (ROOT / "docs" / "choosing.md").read_text()
+    page = (ROOT / "docs" / "options.md").read_text()
     for name in names:
         function = getattr(kfac.schedules, name)
         text = inspect.getdoc(function)
