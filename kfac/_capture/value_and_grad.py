@@ -110,7 +110,7 @@ def value_and_grad(
       - `basis`: the result of `kfac.curvature.eigenbasis`, for an optimizer with `preconditioner=kfac.EKFAC()`.
         `factors` then also hold `moments`, the second moments of per-example gradients in that eigenbasis, `n sum_i
         (Q_G^T (sum_p g_ip a_ip^T) Q_A)^2` with the gradients `g_ip` of the mean loss (George et al. 2018). Only layers
-        that EKFAC can correct have moments (`Layer.correctable`).
+        that EKFAC can correct have moments (`Layer.supports_ekfac`).
 
     Raises:
       ValueError: an argument is out of range. When the function is traced: the loss has other layers than `layers`; the

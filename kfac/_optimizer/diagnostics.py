@@ -115,7 +115,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       A `Kronecker(A, G)` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
       `[copies?, d_in, d_in]`, and `G` is `Q_G`, `[copies?, d_out, d_out]`, with columns in the order of increasing
       eigenvalues. Before the first inversion they are identities. EKFAC corrects layers that have a single use, known
-      examples and two full, uncut factors (`Layer.correctable`).
+      examples and two full, uncut factors (`Layer.supports_ekfac`).
 
     Raises:
       ValueError: `source` holds no such state or several, or does not fit the layers.
