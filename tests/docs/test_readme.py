@@ -48,6 +48,13 @@ def test_the_example_of_the_readme_trains():
     assert scalars["condition"] > 1 and scalars["skipped_steps"] == scalars["skipped_statistics"] == 0
 
 
+def test_the_front_page_shows_the_same_example():
+    page = (ROOT / "docs" / "index.rst").read_text().replace("\n   ", "\n")
+    for kind in ("python", "text"):
+        [block] = re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+        assert block in page
+
+
 def test_files_that_the_readme_links_exist():
     for path in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / path).exists(), path
