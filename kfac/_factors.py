@@ -380,6 +380,13 @@ Block = Kronecker | Unitwise
 class Factors(Mapping[str, Statistics]):
     """A batch's statistics, a pytree that maps layer names to `Statistics`.
 
+    ::
+
+        measure = kfac.statistics(loss_fn, layers)
+        several = [measure(params, batch) for batch in batches]
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *several)
+        print(mean["hidden"].A.shape)
+
     The values are `Kronecker`, `Unitwise`, `Packed`, `Tied` or `Ragged`. All except `Unitwise` have the factors `A`
     and `G`.
 

@@ -29,6 +29,13 @@ UNREACHED = "no gradient reaches it"
 class UnsupportedLayerError(ValueError):
     """Raised by `find_layers(strict=True)` if an operation reads a parameter without exact per-example rows.
 
+    ::
+
+        try:
+            layers = kfac.find_layers(loss_fn, params, batch, strict=True)
+        except kfac.UnsupportedLayerError as error:
+            print(error)
+
     The message names the parameter, the operation, the reason and the way out.
     """
 
@@ -346,6 +353,12 @@ def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers(Sequence[Layer]):
     """How each parameter leaf will be preconditioned: an immutable, hashable sequence of `Layer`.
+
+    ::
+
+        layers = kfac.find_layers(loss_fn, params, batch)
+        print(layers)
+        print(layers["hidden"].kind)
 
     `print(layers)` shows every parameter leaf in exactly one row of a table. A leaf without a Kronecker block has the
     reason in its row. `layers[key]` accepts a position or a name.

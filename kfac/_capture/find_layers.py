@@ -50,6 +50,11 @@ def find_layers(
 ) -> Layers:
     """Find how each parameter leaf of `loss_fn` will be preconditioned.
 
+    ::
+
+        layers = kfac.find_layers(loss_fn, params, batch)
+        print(layers)
+
     Traces `loss_fn(params, *args, **kwargs)` without computing anything. Follows every parameter leaf through shape and
     dtype operations to the operations that read it:
 

@@ -26,6 +26,11 @@ def microbatch(
 ) -> Callable[..., Any]:
     """Evaluate `fn` on equal parts of a batch, one after the other, and average its results.
 
+    ::
+
+        measure = kfac.microbatch(kfac.value_and_grad(loss_fn, layers), 4)
+        loss, grads, factors = measure(params, batch)
+
     If the loss is a mean over the batch, the averaged loss, gradients and factors equal the values for the whole batch.
     Factors are never formed from averaged gradients. Memory does not grow with the number of parts. With a train-mode
     batch norm, each part is normalised by its own statistics.

@@ -34,6 +34,16 @@ def mark_output(
 ) -> Array:
     """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
+    ::
+
+        def marked_loss(params, batch):
+            logits = kfac.mark_output(network(params, batch[0]), "categorical")
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+        layers = kfac.find_layers(marked_loss, params, batch)
+        measure = kfac.statistics(marked_loss, layers, fisher="sampled")
+        factors = measure(params, batch, fisher_key=jax.random.key(0))
+
     The function is the identity. The loss must be a mean over the output's rows. `value_and_grad` counts them,
     `n = x.size / x.shape[-1]`, unless `num_examples` is given. With `fisher="sampled"` and `fisher="expected"` the
     targets come from the distribution. The call may be inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`. A

@@ -67,6 +67,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a function like `jax.value_and_grad(loss_fn)` that also returns every layer's statistics.
 
+    ::
+
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        opt_state = kfac.observe(opt_state, factors)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+
     For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, with `n` examples and `s`
     positions that share the weight, a layer's factors are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T` (Grosse &
     Martens 2016; Osawa et al. 2019). Scales, shifts and other vectors get second moments of their per-example
@@ -143,6 +149,11 @@ def statistics(
     communication_dtype: str = "float32",
 ) -> Callable[..., Factors]:
     """Return a function that computes every layer's statistics, without parameter gradients.
+
+    ::
+
+        measure = jax.jit(kfac.statistics(loss_fn, layers, fraction=1 / 4))
+        opt_state = kfac.observe(opt_state, measure(params, batch))
 
     For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, with `n` examples and `s`
     positions that share the weight, a layer's factors are `A = (1/n) sum a a^T` and `G = (n/s) sum g g^T` (Grosse &

@@ -29,6 +29,10 @@ LEAF = 600  # larger matrices are split into halves; smaller leaves gain little 
 class Cholesky(BlockPreconditioner):
     """`(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1`: both factors inverted, with factored Tikhonov damping.
 
+    ::
+
+        optimizer = kfac.kfac(0.1, layers, preconditioner=kfac.Cholesky())
+
     Here `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015, section 6.3). A changed damping takes effect
     at the next refresh. A block's condition number is the larger 1-norm condition number of its two damped factors.
 

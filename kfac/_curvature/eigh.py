@@ -24,6 +24,10 @@ from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
 class Eigh(BlockPreconditioner):
     """`(A (x) G + l I)^-1` exactly: `Q_G [(Q_G^T V Q_A) / (l_G l_A^T + l)] Q_A^T`.
 
+    ::
+
+        optimizer = kfac.kfac(0.1, layers, preconditioner=kfac.Eigh())
+
     The damping `l` is the current step's damping, even if the decompositions `A = Q_A diag(l_A) Q_A^T` are older. The
     decompositions take several times as long as the inverses in `Cholesky`, and applying them takes twice as long. A
     block's condition number is in the 2-norm and includes the damping at its refresh.

@@ -38,6 +38,14 @@ class Moments(NamedTuple):
 class EKFAC(Eigh):
     """Corrected eigenvalues: `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with second moments `s` of per-example gradients.
 
+    ::
+
+        optimizer = kfac.kfac(0.1, layers, preconditioner=kfac.EKFAC())
+        opt_state = optimizer.init(params)
+        basis = kfac.curvature.eigenbasis(opt_state, layers)
+        factors = kfac.statistics(loss_fn, layers)(params, batch, basis=basis)
+        opt_state = kfac.observe(opt_state, factors)
+
     `s` is the running average of the squared per-example gradients in the factors' eigenbasis. `s` is updated with all
     statistics, and transformed to the new basis at each refresh. A layer has no such moments if it has a diagonal
     factor, several uses or unknown examples, or if its kernel is cut into pieces (`find_layers(max_factor_dim=8192)`

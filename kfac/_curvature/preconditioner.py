@@ -50,7 +50,7 @@ class BlockPreconditioner(abc.ABC):
     several devices. JAX traces all methods.
 
     `factors` are stacks of statistics, with `A` `[k, d_in, d_in]` and `G` `[k, d_out, d_out]`, or `[k, d]` for a
-    diagonal factor. The state, called `state`, may be any pytree of floating-point arrays whose leading axis runs over
+    diagonal factor. The state may be any pytree of floating-point arrays whose leading axis runs over
     the blocks::
 
         @dataclasses.dataclass(frozen=True)

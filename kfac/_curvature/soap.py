@@ -40,6 +40,10 @@ class Adam(NamedTuple):
 class SOAP(BlockPreconditioner):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
 
+    ::
+
+        optimizer = kfac.kfac(0.1, layers, preconditioner=kfac.SOAP(decay=0.99))
+
     `v` is the running average of the squared batch gradients in the eigenbasis, whereas `EKFAC` averages squared
     per-example gradients. Every step's gradient updates `v`, with or without statistics. If a refresh changes the order
     of the eigenvectors, the entries of `v` change their order too. `V` is the gradients' momentum. It is stored in the

@@ -24,6 +24,11 @@ from kfac._mesh import (
 class Distribution:
     """How K-FAC uses several devices, for the argument `distribution=`.
 
+    ::
+
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        optimizer = kfac.kfac(0.1, layers, distribution=kfac.Distribution(mesh=mesh))
+
     Most programs do not need it. Inside `jax.shard_map`, the optimizer uses all bound axes. Outside `jax.shard_map`, it
     uses all axes of the parameters' mesh, otherwise of the mesh that is set. `jax.pmap`, and `jax.shard_map` without
     its check, need `axis_name`.

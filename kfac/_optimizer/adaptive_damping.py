@@ -56,6 +56,22 @@ def adaptive_damping(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that its damping follows the Levenberg-Marquardt rule.
 
+    ::
+
+        def marked_loss(params, batch):
+            logits = kfac.mark_output(network(params, batch[0]), "categorical")
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+        layers = kfac.find_layers(marked_loss, params, batch)
+        optimizer = kfac.adaptive_damping(
+            lambda damping: kfac.kfac(0.1, layers, damping=damping, step_norm=None), 1e-2
+        )
+        opt_state = optimizer.init(params)
+        loss, grads = jax.value_and_grad(marked_loss)(params, batch)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, value=loss, grad=grads, value_fn=lambda p: marked_loss(p, batch)
+        )
+
     The rule measures every `every`-th step. For the update `d` of the parameters `w` and the loss `h` on the step's
     batch, it computes the reduction ratio
 

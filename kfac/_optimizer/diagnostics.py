@@ -28,6 +28,11 @@ from kfac._optimizer.state import (
 def diagnostics(opt_state: Any) -> dict[str, Array]:
     """Return scalars to log, from the optimizer state of any chain that holds `scale_by_kfac`.
 
+    ::
+
+        for name, value in kfac.diagnostics(opt_state).items():
+            print(name, float(value))
+
     Args:
       opt_state: an optimizer state that contains the preconditioner's state.
 

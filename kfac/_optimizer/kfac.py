@@ -61,6 +61,16 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the K-FAC optimizer.
 
+    ::
+
+        layers = kfac.find_layers(loss_fn, params, batch)
+        optimizer = kfac.kfac(kfac.schedules.warmup_linear_decay(0.1, num_steps), layers)
+        opt_state = optimizer.init(params)
+        opt_state = kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+
     It chains `scale_by_kfac`, the KL clip, momentum, step lengths, weight decay and the learning rate. Every part
     except `scale_by_kfac` and the learning rate is left out if its argument is None. A step with a non-finite
     preconditioned gradient changes neither parameters nor momentum; `diagnostics` counts such steps. Options of

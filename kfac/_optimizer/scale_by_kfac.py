@@ -54,6 +54,14 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """Precondition gradients with damped inverses of Kronecker factors.
 
+    ::
+
+        optimizer = optax.chain(
+            kfac.scale_by_kfac(layers, damping=1e-2),
+            optax.trace(0.9),
+            optax.scale_by_learning_rate(0.01),
+        )
+
     The gradient `V` of a layer in matrix form becomes `(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1` with damping `l`
     and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters
     are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping_scale`. Skipped parameters

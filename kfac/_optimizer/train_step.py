@@ -264,10 +264,10 @@ def train_step(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    The step follows the training loop in the README. It takes statistics when they are due: in each of the first ten
-    steps, and then less and less often, until the interval reaches the value that `overhead=` of `kfac.kfac` allows.
-    With `preconditioner=kfac.EKFAC()`, it also takes the moments. `print(kfac.find_layers(loss_fn, params, batch))`
-    shows the layers. The first line of the example caches compiled programs on disk for the next run.
+    The step follows the training loop in docs/getting_started.md. It takes statistics when they are due: in each of the
+    first ten steps, and then less and less often, until the interval reaches the value that `overhead=` of `kfac.kfac`
+    allows. With `preconditioner=kfac.EKFAC()`, it also takes the moments. `print(kfac.find_layers(loss_fn, params,
+    batch))` shows the layers. The first line of the example caches compiled programs on disk for the next run.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, which returns the mean loss, or a pair with `has_aux`. If the model
