@@ -402,7 +402,7 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{share} of the examples" if share > 1 else ""
-    when = f"every {every} steps" if every > 1 else "in every step"
+    when = f"every {every} steps after the start" if every > 1 else "in every step"
     count = len(layers.with_blocks)
     size = f"{_short(within)} parameters"
     if total > within:
@@ -412,7 +412,7 @@ def _summary(layers: Layers, options: dict[str, Any]) -> str:
     if not prices:
         return line
     total_price = sum(prices.values())
-    line += f"; in a mean step {total_price:.2f} times the FLOPs of the gradient"
+    line += f"; adds {total_price:.2f} times the gradient's FLOPs to a mean step"
     name = max(prices, key=prices.__getitem__)
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:

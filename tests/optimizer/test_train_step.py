@@ -416,7 +416,7 @@ def test_init_says_what_a_mean_step_costs(capsys):
     kfac.train_step(loss_fn, 0.1, max_factor_dim=8192).init(params, jnp.ones((64, 400)))
     said = capsys.readouterr().out
     price, alone = map(
-        float, re.search(r"in a mean step ([\d.]+) times the FLOPs.*, ([\d.]+) for wide alone", said).groups()
+        float, re.search(r"adds ([\d.]+) times the gradient's FLOPs.*, ([\d.]+) for wide alone", said).groups()
     )
     # Products of one example, forward pass and gradients: 3 x 2 x (400 x 300 + 300 x 2); refreshes by d^3.
     gradients = 64 * 6 * (400 * 300 + 300 * 2)
