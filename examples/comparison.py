@@ -1,8 +1,8 @@
-"""What the examples that compare optimizers share: a training loop, trials over declared grids, and what came of them.
+"""Share a training loop, a hyperparameter search and reports among the examples that compare optimizers.
 
-Every optimizer gets a number of trials, K-FAC no more than the others: points drawn without replacement from its own
-grid, kept as JSON. The one with the lowest final loss is run again from other initial weights and batches, and only
-these runs are compared.
+Each optimizer gets a number of trials, and K-FAC gets no more than the others. Trials are points drawn without
+replacement from the optimizer's grid, and a JSON file keeps them. The trial with the lowest final loss runs again with
+other initial weights and batches. Only these runs are compared.
 """
 
 import dataclasses
@@ -29,53 +29,57 @@ from files import UserError
 
 Settings = dict[str, float]
 Grid = dict[str, tuple[float, ...]]
-# One record for each evaluation: step, seconds so far, losses.
+# A record for each evaluation: step, seconds so far, losses.
 Curve = list[dict[str, float]]
 
 
 @dataclasses.dataclass
 class Options:
-    """Trains with every optimizer at the best settings of its trials, and prints how they compare."""
+    """Train with every optimizer at its best trial's settings, and compare them."""
 
     steps: int
-    """Length of each run. The learning rate falls to zero at its end, whatever the length."""
+    """Steps per run. The learning rate always falls to zero at the end of the run."""
     every: int
     """Steps between evaluations."""
     trials: int
-    """With --tune: how many points of its grid each optimizer gets."""
+    """With --tune: the number of grid points for each optimizer."""
     refine: int = 2
-    """With --tune: how often the best trial is repeated with twice and half its learning rate; of K-FAC's, once."""
+    """With --tune: how often to repeat the best trial with double and half its learning rate. K-FAC repeats once."""
     seeds: int = 3
-    """How many runs of each optimizer are averaged; the trials have a seed of their own."""
+    """Runs to average for each optimizer. Trials use a different seed."""
     tune: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run the trials that trials.jsonl does not have yet."""
     only: tuple[str, ...] = ()
-    """These optimizers alone; all if none is named."""
+    """Optimizers to use: all by default."""
     folder: Path = Path()
-    """Where trials.jsonl is."""
+    """Folder with trials.jsonl."""
     report: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Train nothing: compare the best trials, and draw them."""
+    """Compare and draw the best trials without training."""
     figure: Path = Path("curves.png")
-    """With --report: where the curves of the losses are drawn."""
+    """With --report: file for the figure with the loss curves."""
 
 
 def shape(step: Any, steps: Any, warmup: Any) -> Any:
-    """The learning rate of a step, from 0, relative to its peak: linear over the first `warmup`, then half a cosine."""
+    """Return the learning rate at a step (counted from 0), relative to its peak.
+
+    The rate rises linearly for the fraction `warmup` of the steps, and then falls like half a cosine.
+    """
     rise = (step + 1) / jnp.maximum(warmup * steps, 1)
     done = jnp.clip((step - warmup * steps) / (steps * (1 - warmup)), 0, 1)
     return jnp.where(rise < 1, rise, 0.5 * (1 + jnp.cos(jnp.pi * done)))
 
 
 class Task:
-    """What is trained, with compiled steps whose numbers are arguments, so that all trials share them.
+    """A training task with compiled steps. Settings are arguments of the steps, so all trials share the programs.
 
     Args:
-      init: initial parameters from a key.
-      batch: the batch of a seed and a step.
-      loss: mean loss of parameters and a batch, with its output marked for K-FAC.
-      evaluate: losses by name, of parameters.
-      optimizer: an optax transformation from its name, the learning rate at this step, its settings and the layers.
-      fisher: of which K-FAC takes the statistics, "sampled" or "empirical".
+      init: maps a key to initial parameters.
+      batch: maps a seed and a step to a batch.
+      loss: maps parameters and a batch to the mean loss, with the output marked for K-FAC.
+      evaluate: maps parameters to losses by name.
+      optimizer: maps an optimizer's name, the current learning rate, its settings and the layers to an optax
+        transformation.
+      fisher: the Fisher matrix for K-FAC's statistics, "sampled" or "empirical".
     """
 
     def __init__(self, *, init: Callable[..., Any], batch: Callable[..., Any], loss: Callable[..., Any],
@@ -84,7 +88,7 @@ class Task:
         self.evaluate = jax.jit(evaluate)
         self.layers = kfac.find_layers(loss, init(jax.random.key(0)), batch(0, 0))
         self.compiled: dict[str, Callable[..., Any]] = {}
-        self.compiler_options: dict[str, Any] = {}  # of XLA
+        self.compiler_options: dict[str, Any] = {}  # for XLA
 
     def step(self, name: str, params: Any, state: Any, batch: Any, count: Any, steps: Any, numbers: Any) -> Any:
         rate = numbers["learning_rate"] * shape(count, steps, numbers["warmup"])
@@ -100,7 +104,7 @@ class Task:
         return optax.apply_updates(params, updates), state, loss
 
     def run(self, name: str, settings: Settings, steps: int, seed: int, every: int) -> Curve:
-        """Trains; the seconds are of the processor, in steps alone: without compiling, batches and evaluation."""
+        """Train once; return the curve. Its processor seconds exclude compiling, making batches and evaluating."""
         params = self.init(jax.random.key(seed))
         state = self.optimizer(name, settings["learning_rate"], settings, self.layers).init(params)
         rest = jnp.float32(steps), {key: jnp.float32(value) for key, value in settings.items()}
@@ -128,22 +132,22 @@ class Task:
 
 
 def points(grid: Grid, number: int) -> list[Settings]:
-    """Distinct points of the grid in random order, the same every time."""
+    """Return distinct grid points in a random order that is always the same."""
     every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return [every[k] for k in np.random.default_rng(0).permutation(len(every))[:number]]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of trials, if there is one; a last line that was cut short is left out."""
+    """Return the trials in a file, or an empty list if there is no file. An incomplete last line is skipped."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def search(task: Task, grids: dict[str, Grid], options: Options, measure: str) -> None:
-    """Runs the trials that the file does not have yet, the optimizers in turn, and adds a line for each."""
+    """Run the trials that the file lacks, and add a line for each. The optimizers take turns."""
     path = options.folder / "trials.jsonl"
     whole = read(path)
-    if path.exists() and not path.read_text().endswith("\n"):  # or else the next line would go on with it
+    if path.exists() and not path.read_text().endswith("\n"):  # otherwise the next line would continue the last
         path.write_text("".join(json.dumps(trial) + "\n" for trial in whole))
     done = [(trial["optimizer"], trial["settings"], trial["steps"]) for trial in whole]
 
@@ -162,7 +166,7 @@ def search(task: Task, grids: dict[str, Grid], options: Options, measure: str) -
         for name in grids:
             if number < len(each[name]):
                 run(name, each[name][number])
-    # The grid may end before the best rate. K-FAC gets no more trials than the others.
+    # The best rate may lie outside the grid. K-FAC gets no more trials than the others.
     for again in range(options.refine):
         for name in grids:
             if again and name == "kfac":
@@ -173,7 +177,7 @@ def search(task: Task, grids: dict[str, Grid], options: Options, measure: str) -
 
 
 def best(trials: Sequence[dict[str, Any]], name: str, measure: str) -> dict[str, Any]:
-    """The optimizer's trial with the lowest final loss; one that diverged has none."""
+    """Return the optimizer's trial with the lowest final loss. Trials that diverged rank last."""
     own = [trial for trial in trials if trial["optimizer"] == name]
     if not own:
         raise UserError(f"trials.jsonl has no trials of {name}: run --tune first")
@@ -185,22 +189,22 @@ def _last(curve: Curve, measure: str) -> float:
 
 
 def mean(curves: Sequence[Curve]) -> Curve:
-    """The mean over runs, record by record."""
+    """Return the mean over runs, record by record."""
     return [{name: float(np.mean([r[name] for r in rows])) for name in rows[0]} for rows in zip(*curves, strict=False)]
 
 
 def first_at(curve: Curve, measure: str, target: float) -> dict[str, float] | None:
-    """The first record whose loss is no higher than `target`."""
+    """Return the first record whose loss is at most `target`, or None."""
     return next((record for record in curve if record[measure] <= target), None)
 
 
 def baseline(curves: dict[str, Curve], measure: str) -> str:
-    """The best of the first-order optimizers."""
+    """Return the name of the best first-order optimizer."""
     return min((name for name in curves if name != "kfac"), key=lambda name: _last(curves[name], measure))
 
 
 def table(curves: dict[str, Curve], against: str, measure: str) -> Iterator[str]:
-    """For each optimizer the final loss, and when it reached the final loss of `against`: rows of Markdown."""
+    """Yield a Markdown table: each optimizer's final loss, and when it reached the final loss of `against`."""
     target, steps = curves[against][-1][measure], curves[against][-1]["step"]
     yield f"| optimizer | {measure} loss at the end | step at which it is {target:.4f} | seconds until then | a step |"
     yield "|---|---|---|---|---|"
@@ -211,7 +215,7 @@ def table(curves: dict[str, Curve], against: str, measure: str) -> Iterator[str]
 
 
 def figure(path: Path, curves: dict[str, Curve], measure: str, label: str, logarithmic: bool) -> None:
-    """The losses against steps and against seconds."""
+    """Draw the losses against steps and against seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,7 +237,7 @@ def figure(path: Path, curves: dict[str, Curve], measure: str, label: str, logar
 
 def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, args: list[str], *, measure: str,
          label: str, logarithmic: bool = False) -> None:  # fmt: skip
-    """The command line of an example: `--tune`, or the comparison with the best first-order optimizer."""
+    """Run an example's command line: the search with `--tune`, otherwise the comparison."""
     options = tyro.cli(Options, args=args, default=default)
     if options.refine < 0:
         raise UserError(f"--refine is {options.refine} but must be at least 0")
@@ -241,7 +245,7 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)} but must be at least 1")
     if unknown := set(options.only) - set(grids):
-        raise UserError(f"--only {' '.join(sorted(unknown))}: there are {', '.join(grids)}")
+        raise UserError(f"--only {' '.join(sorted(unknown))}: must be among {', '.join(grids)}")
     grids = {name: grid for name, grid in grids.items() if name in (options.only or grids)}
     if options.tune:
         search(task(), grids, options, measure)
@@ -250,7 +254,7 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
     chosen = {name: best(trials, name, measure) for name in grids}
     if options.report:
         if not set(grids) - {"kfac"}:
-            raise UserError("--report compares K-FAC with the others: name one with --only, or leave --only out")
+            raise UserError("--report compares K-FAC with other optimizers: name another in --only, or omit --only")
         curves = {name: trial["curve"] for name, trial in chosen.items()}
         print("\n".join(table(curves, baseline(curves, measure), measure)))
         figure(options.figure, curves, measure, label, logarithmic)
@@ -270,7 +274,7 @@ def main(task: Callable[[], Task], grids: dict[str, Grid], default: Options, arg
 
 
 def script(run: Callable[[list[str]], None]) -> None:
-    """Runs the example; what it refuses is one sentence."""
+    """Run the example. Exit with a one-line message after a `UserError`."""
     try:
         run(sys.argv[1:])
     except UserError as error:

@@ -1,13 +1,20 @@
-"""Nine ordinary scripts, first with AdamW, then with K-FAC as docs/getting_started.md says, nothing tuned.
+"""Train nine ordinary scripts with AdamW, and with K-FAC as in docs/getting_started.md, without tuning K-FAC.
 
-    python examples/adoptions/adoptions.py            # runs what is missing in results.jsonl, and prints the table
+    python examples/adoptions/adoptions.py            # runs missing in results.jsonl, then the table
     python examples/adoptions/adoptions.py --only haiku --seeds 0 --results /tmp/mine.jsonl
 
-Flax linen (convolutions, batch norm, dropout), nnx (a vision transformer), equinox (a recurrent network), haiku (an
-autoencoder), a GPT in plain JAX, a regression with a learned variance, and a perceptron on four simulated devices by
-`jit` over a mesh, `shard_map` and `pmap`. K-FAC has the rate 0.1, AdamW the best of four. Both have the same
-batches, number of steps and `warmup_linear_decay`. The data come with scikit-learn and Python. The score is the
-held-out loss in nats; seconds are those of the first run on the clock, compiling included.
+The scripts use:
+
+- Flax linen (convolutions, batch norm, dropout),
+- nnx (a vision transformer),
+- equinox (a recurrent network),
+- haiku (an autoencoder),
+- plain JAX (a GPT, and a regression with a learned variance),
+- a perceptron on four simulated devices, with `jit` over a mesh, with `shard_map`, and with `pmap`.
+
+K-FAC has the rate 0.1, and AdamW has the best rate from four. Both have the same batches, number of steps and
+`warmup_linear_decay`. The data come with scikit-learn and Python. The score is the held-out loss in nats. The seconds
+are the first run's wall-clock time, including compiling.
 """
 
 from __future__ import annotations
@@ -51,13 +58,13 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 
 
 class Script(NamedTuple):
-    """`loss(params, held, key, batch) -> (loss, held)`: `held` is what the model changes, as averages."""
+    """A model with its data. `held` is the model's mutable state, such as batch-norm averages."""
 
-    loss: Callable[..., Any]
-    start: Callable[[jax.Array], tuple[Any, Any]]  # of a seed: params, held
-    data: tuple[Any, Any]  # for training and held out, each a tuple of arrays
-    evaluate: Callable[[Any, Any, Any], Any]  # of params, held, data: the loss, and the accuracy
-    steps: int = 40  # four epochs of the digits: later all of them are learnt by heart
+    loss: Callable[..., Any]  # (params, held, key, batch) -> (loss, held)
+    start: Callable[[jax.Array], tuple[Any, Any]]  # key -> (params, held)
+    data: tuple[Any, Any]  # training data and held-out data, each a tuple of arrays
+    evaluate: Callable[[Any, Any, Any], Any]  # (params, held, data) -> (loss, accuracy)
+    steps: int = 40  # four epochs of the digits; with more, all models memorise them
     size: int = 128
 
     def batches(self, seed: int) -> Iterator[Any]:
@@ -68,7 +75,7 @@ class Script(NamedTuple):
 
 
 def stateless(init: Any, evaluate: Any, data: Any, **sizes: int) -> Script:
-    """Of a model that changes nothing: `init(key)`, `evaluate(params, batch)`."""
+    """Return the script of a model without mutable state, from `init(key)` and `evaluate(params, batch)`."""
     return Script(
         lambda params, held, key, batch: (evaluate(params, batch)[0], held), lambda key: (init(key), None), data,
         lambda params, held, batch: evaluate(params, batch), **sizes,
@@ -175,7 +182,7 @@ def haiku() -> Script:
 
 
 def gpt() -> Script:
-    """In float32; its text is the documentation of Python that comes with it."""
+    """Return the GPT's script, in float32. Its text is the documentation that comes with Python."""
     model = Transformer(vocabulary=len(topics.ALPHABET), dtype="float32")
     length = model.context + 1
     train, held_out = ((part[: len(part) // length * length].reshape(-1, length),) for part in topics.tokens())
@@ -199,7 +206,7 @@ def outputs(layers: Any, x: jax.Array) -> jax.Array:
 
 
 def regression() -> Script:
-    """A Gaussian whose mean is a network and whose standard deviation is one parameter."""
+    """Return the script for a Gaussian. A network predicts its mean, and a parameter is its log standard deviation."""
 
     def evaluate(params: Any, batch: Any) -> Any:
         error = (batch[1] - outputs(params["mean"], batch[0])[:, 0]) * jnp.exp(-params["log_sigma"])
@@ -222,7 +229,7 @@ def four_devices() -> Script:
 
 
 def in_one_call(script: Script, optimizer: str, rate: Any) -> Callable[[int], Any]:
-    """AdamW's step, or `kfac.train_step` in its place."""
+    """Return a training function with AdamW, or with `kfac.train_step`."""
     tx = optax.adamw(rate)
     init: Callable[..., Any] = lambda params, *_: tx.init(params)  # noqa: E731
 
@@ -248,7 +255,7 @@ def in_one_call(script: Script, optimizer: str, rate: Any) -> Callable[[int], An
 
 
 class OwnLoop(NamedTuple):
-    """The parts of a loop of one's own; `observe` and `layers` are None except for K-FAC."""
+    """The parts of a custom training loop. `layers` and `observe` are None for AdamW."""
 
     tx: Any
     layers: Any
@@ -257,7 +264,7 @@ class OwnLoop(NamedTuple):
 
 
 def own_loop(script: Script, optimizer: str, rate: Any, axis: Any = None, **options: Any) -> OwnLoop:
-    """The loop of the README; on several devices gradients are averaged before the update."""
+    """Return the parts of the README's loop. On several devices, gradients are averaged before the update."""
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return script.loss(params, None, None, batch)[0]
@@ -368,7 +375,7 @@ def run(name: str, optimizer: str, rate: float, seeds: list[int]) -> Iterator[di
 
 
 def table(records: list[dict[str, Any]]) -> None:
-    """A row an adoption, with means over the seeds: K-FAC, and AdamW at the rate that is best for the held-out loss."""
+    """Print a row for each adoption, with means over seeds. AdamW has the rate with the lowest held-out loss."""
     print(f"{'':24} {'held-out loss':25}   {'accuracy':13}   {'training loss':15}   seconds    AdamW's rate")
     columns = "held out", "accuracy", "training", "seconds"
     for name in ADOPTIONS:
@@ -391,7 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(ADOPTIONS), choices=list(ADOPTIONS), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the runs, a line each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line for each run")
     options = parser.parse_args()
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     records = [json.loads(line) for line in lines]

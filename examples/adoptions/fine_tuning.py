@@ -1,10 +1,10 @@
-"""Which learning rate suits fine-tuning? A network for digits goes on with few, noisy digits.
+"""Compare learning rates for fine-tuning a digit classifier on a few noisy digits.
 
     python examples/adoptions/fine_tuning.py
 
-A perceptron 64-64-64-10 is trained on 1,536 digits with K-FAC at 0.1 for 60 steps of 256. It then goes on for 24 steps
-of 64 with 128 or 512 of these digits, to which noise is added, by K-FAC and by AdamW. The script prints the held-out
-loss on noisy digits in nats, before and after, for three seeds. It takes some minutes on two cores.
+A 64-64-64-10 perceptron is trained with K-FAC at rate 0.1 on 1,536 digits, for 60 steps at batch 256. K-FAC or AdamW
+then fine-tunes it on 128 or 512 of these digits with added noise, for 24 steps at batch 64. The script prints the loss
+on noisy held-out digits in nats, before and after fine-tuning, for three seeds. It takes a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def batches(data: tuple[np.ndarray, np.ndarray], size: int, steps: int, seed: in
 
 
 class Trainer:
-    """A method at a rate. The seeds share its compiled programs."""
+    """A method at a given rate. All seeds share its compiled programs."""
 
     def __init__(self, method: str, rate: float, size: int, steps: int):
         schedule = kfac.schedules.warmup_linear_decay(rate, steps)

@@ -1,13 +1,13 @@
-"""Runs `submission.py` on AlgoPerf's workloads without TensorFlow, PyTorch and their data sets.
+"""Run `submission.py` on AlgoPerf's workloads without TensorFlow, PyTorch and AlgoPerf's data sets.
 
     git clone https://github.com/mlcommons/algorithmic-efficiency
     python examples/algoperf/harness.py mnist --algoperf algorithmic-efficiency              # self-tuning
     python examples/algoperf/harness.py mnist --algoperf algorithmic-efficiency --ruleset external --trials 3
     python examples/algoperf/harness.py layers --algoperf algorithmic-efficiency             # the table of workloads
 
-The models, losses, metrics, targets and the search of hyperparameters are AlgoPerf's own code. Ours are the loop that
-calls the submission, with the arguments and the order of `submission_runner.py`, and the data: handwritten digits of
-scikit-learn, enlarged, for MNIST. Their packages for input are replaced by empty ones, which nothing here calls.
+Models, losses, metrics, targets and the hyperparameter search are AlgoPerf's code. This script adds a loop that calls
+the submission with the same arguments and in the same order as `submission_runner.py`. For MNIST it uses scikit-learn's
+handwritten digits, enlarged. Empty stand-ins replace AlgoPerf's input packages. This script never calls them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import kfac
 HERE = Path(__file__).resolve().parent
 ABSENT = ("torch", "torchvision", "tensorflow", "tensorflow_datasets", "tensorflow_text", "tensorflow_probability",
           "sentencepiece", "h5py", "wandb", "clu", "pandas", "docker", "GPUtil", "psutil", "sacrebleu")  # fmt: skip
-# The eight base workloads: their classes, and a batch of so many examples with the shapes of theirs.
+# The modules and classes of the eight base workloads.
 WORKLOADS = {
     "criteo1tb": ("criteo1tb.criteo1tb_jax", "Criteo1TbDlrmSmallWorkload"),
     "fastmri": ("fastmri.fastmri_jax", "FastMRIWorkload"),
@@ -47,7 +47,7 @@ WORKLOADS = {
 }
 
 
-# -- their package without its requirements ----------------------------------------------------------------------------
+# -- AlgoPerf without its requirements ---------------------------------------------------------------------------------
 
 
 class Derivable(type):
@@ -56,7 +56,7 @@ class Derivable(type):
 
 
 class Nothing:
-    """Stands for whatever is taken from a package that is absent: it can be read, called and derived from."""
+    """A stand-in for any object in an absent package. It allows attributes, calls, indexing and subclassing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,7 +64,7 @@ class Nothing:
         return Nothing()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # As a decorator it leaves what it decorates.
+        # As a decorator, return the decorated function.
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Nothing()
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
@@ -78,15 +78,15 @@ class Nothing:
 
 class Empty(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        # SciPy asks whether an array is of the class `torch.Tensor`.
+        # SciPy checks arrays against the class `torch.Tensor`.
         return type(name, (), {}) if name == "Tensor" else getattr(Nothing(), name)
 
 
 class Stand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages that are absent."""
+    """Import absent packages as empty modules."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        absent = name.split(".")[0] in ABSENT or name == "algoperf._version"  # which their build writes
+        absent = name.split(".")[0] in ABSENT or name == "algoperf._version"  # written by AlgoPerf's build
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -97,7 +97,7 @@ class Stand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def workload_class(name: str, folder: Path) -> Any:
-    """The class of a workload, from a checkout of theirs."""
+    """Return a workload's class from a checkout of AlgoPerf."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
         sys.meta_path.insert(0, Stand())
@@ -109,20 +109,20 @@ def workload_class(name: str, folder: Path) -> Any:
 
 
 def digits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """scikit-learn's 1,797 digits at 28 x 28: 1,297 to train on, 250 to validate, 250 to test."""
+    """Return scikit-learn's digits at 28 x 28, split into training, validation and test data."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    images = np.kron(images.reshape(-1, 8, 8), np.ones((3, 3)))  # 24 x 24, and a margin of two
+    images = np.kron(images.reshape(-1, 8, 8), np.ones((3, 3)))  # 24 x 24, then a margin with 2 pixels
     images = np.pad(images / 16, ((0, 0), (2, 2), (2, 2)))[..., None].astype(np.float32)
-    # RandomState, because its stream is frozen between versions of numpy.
+    # NumPy guarantees that RandomState's stream never changes.
     order = np.random.RandomState(0).permutation(len(labels))
     parts = zip(("train", "validation", "test"), np.split(order, [1297, 1547]), strict=True)
     return {name: ((images[rows] - 0.1307) / 0.3081, labels[rows].astype(np.int32)) for name, rows in parts}
 
 
 def mnist(folder: Path) -> Any:
-    """Their workload, with these digits for its data."""
+    """Return AlgoPerf's MNIST workload on these digits."""
     data = digits()
 
     class Digits(workload_class("mnist", folder)):  # type: ignore[misc]
@@ -147,7 +147,7 @@ def mnist(folder: Path) -> Any:
 
         def _eval_model_on_split(self, split: str, num_examples: int, global_batch_size: int, params: Any,
                                  model_state: Any, rng: Any, data_dir: Any, global_step: int = 0) -> Any:  # fmt: skip
-            # Theirs but for PyTorch's count of devices.
+            # The same as AlgoPerf's method, but without PyTorch's device count.
             queue = self._build_input_queue(rng, split, data_dir, global_batch_size)
             batches = itertools.islice(queue, -(-num_examples // global_batch_size))
             found = [self._eval_model(params, batch, model_state, jax.random.split(rng, 1)) for batch in batches]
@@ -158,7 +158,7 @@ def mnist(folder: Path) -> Any:
 
 
 def points(folder: Path, ruleset: str, trials: int) -> list[Any]:
-    """The hyperparameters of each trial: those of their search, or none."""
+    """Return each trial's hyperparameters, from AlgoPerf's search. With the ruleset "self", return `[None]`."""
     if ruleset == "self":
         return [None]
     workload_class("mnist", folder)
@@ -168,7 +168,7 @@ def points(folder: Path, ruleset: str, trials: int) -> list[Any]:
 
 
 def train(workload: Any, submission: Any, hyperparameters: Any, seed: int, seconds: float, most: int) -> dict[str, Any]:
-    """One trial as `submission_runner.py` has it; its score is the seconds of training to the validation target."""
+    """Run a trial like `submission_runner.py`. The score is the training seconds to the validation target."""
     data_rng, init_rng, model_rng, rng = jax.random.split(jax.random.key(seed), 4)
     queue = workload._build_input_queue(data_rng, "train", "", global_batch_size=submission.get_batch_size("mnist"))
     params, model_state = workload.init_model_fn(model_rng)
@@ -209,11 +209,11 @@ def train(workload: Any, submission: Any, hyperparameters: Any, seed: int, secon
                     "hyperparameters": hyperparameters and hyperparameters._asdict()}  # fmt: skip
 
 
-# -- what K-FAC sees of the eight workloads ----------------------------------------------------------------------------
+# -- K-FAC's layers in the eight workloads -----------------------------------------------------------------------------
 
 
 def fake_batch(name: str, n: int) -> dict[str, Any]:
-    """Shapes of a batch of `n` examples, as in their tests."""
+    """Return the shapes of a batch with `n` examples, as in AlgoPerf's tests."""
 
     def real(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((n, *shape), jnp.float32)
@@ -233,7 +233,7 @@ def fake_batch(name: str, n: int) -> dict[str, Any]:
         return {"inputs": whole(256), "targets": whole(256), "weights": real(256)}
     jraph: Any = importlib.import_module("jraph")
 
-    # Of ogbg: ten nodes and twenty edges to a graph, where theirs have as many as they have, and padding.
+    # For ogbg, each graph has ten nodes and twenty edges. AlgoPerf's graphs vary in size and are padded.
     def part(size: int, *shape: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct((n * size, *shape), dtype)
 
@@ -243,7 +243,7 @@ def fake_batch(name: str, n: int) -> dict[str, Any]:
 
 
 def seen(name: str, folder: Path) -> dict[str, Any]:
-    """What `find_layers` makes of a workload's training loss: numbers of parameters by what is done with them."""
+    """Return a row for the layers in a workload's training loss: the number of parameters for each layer kind."""
     workload = workload_class(name, folder)()
     made: dict[str, Any] = {}
 
@@ -272,12 +272,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("action", choices=["mnist", "layers"])
     parser.add_argument("--algoperf", type=Path, required=True, help="a checkout of mlcommons/algorithmic-efficiency")
     parser.add_argument("--ruleset", choices=["self", "external"], default="self")
-    parser.add_argument("--trials", type=int, default=5, help="of the external ruleset")
+    parser.add_argument("--trials", type=int, default=5, help="trials with the external ruleset")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, help="of training; by default what the workload allows")
-    parser.add_argument("--steps", type=int, default=10**9, help="at most so many")
+    parser.add_argument("--seconds", type=float, help="training time: by default the workload's limit")
+    parser.add_argument("--steps", type=int, default=10**9, help="largest number of steps")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--output", type=Path, help="a file of JSON lines to add to")
+    parser.add_argument("--output", type=Path, help="file to append JSON lines to")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(HERE))
 
@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.workloads:
             try:
                 note(seen(name, options.algoperf))
-            except Exception as error:  # one that cannot be imported leaves the others
+            except Exception as error:  # continue with the other workloads if an import fails
                 note({"workload": name, "failed": f"{type(error).__name__}: {error}"[:300]})
         return
     workload = mnist(options.algoperf)

@@ -1,7 +1,7 @@
-"""K-FAC as a submission to AlgoPerf: `kfac.train_step` under the functions that the benchmark calls.
+"""Submit K-FAC to AlgoPerf: implement the benchmark's functions with `kfac.train_step`.
 
-Both rulesets: with `--tuning_ruleset=external` the hyperparameters come from `tuning_search_space.json`, with
-`--tuning_ruleset=self` there are none, and those of `SELF_TUNING` hold. In the benchmark's own words:
+The submission supports both rulesets. With `--tuning_ruleset=external`, the hyperparameters come from
+`tuning_search_space.json`. With `--tuning_ruleset=self`, they come from `SELF_TUNING`. The benchmark's documentation is
 https://github.com/mlcommons/algorithmic-efficiency/blob/main/docs/DOCUMENTATION.md
 """
 
@@ -17,10 +17,10 @@ import jax
 import kfac
 from algoperf import spec  # type: ignore[attr-defined]
 
-# The rate that the package recommends; the schedule ends before the baseline's, since fewer steps are needed.
+# The package recommends this rate. The schedule is shorter than the baseline's, because K-FAC needs fewer steps.
 SELF_TUNING = {"learning_rate": 0.1, "weight_decay": 0.0, "label_smoothing": 0.0, "dropout_rate": 0.0, "steps": 0.75}
 
-# The largest that the reference submissions use, and so known to fit in the memory of the benchmark's machine.
+# The largest batches in the reference submissions. They fit in the memory of the benchmark's machine.
 BATCH_SIZES = {
     "criteo1tb": 262_144, "fastmri": 32, "imagenet_resnet": 1024, "imagenet_vit": 1024, "librispeech_conformer": 256,
     "librispeech_deepspeech": 256, "ogbg": 512, "wmt": 128, "finewebedu_lm": 64, "mnist": 128, "cifar": 1024,
@@ -33,7 +33,7 @@ def _settings(hyperparameters: Any) -> SimpleNamespace:
 
 
 def mean_loss(workload: Any, settings: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
-    """The mean loss of a batch over its valid examples, and the model's new state: what K-FAC differentiates."""
+    """Return the mean loss over a batch's valid examples, and the model's new state. K-FAC differentiates this loss."""
     logits, new_state = workload.model_fn(
         params, batch, model_state, spec.ForwardPassMode.TRAIN, rng, update_batch_norm=True,
         dropout_rate=settings.dropout_rate,
@@ -46,15 +46,15 @@ def mean_loss(workload: Any, settings: Any, params: Any, model_state: Any, batch
 
 
 class Step:
-    """The step of `kfac.train_step`, of a state that is a list of arrays: what their checkpoints can hold."""
+    """The step of `kfac.train_step` with a list of arrays as state, because AlgoPerf's checkpoints can hold a list."""
 
     def __init__(self, step: Any) -> None:
         self.step, self.structure = step, None
 
     def __call__(self, params: Any, leaves: Any, *args: Any) -> tuple[Any, Any, Any]:
-        if self.structure is None:  # the first step: only a batch says what K-FAC keeps
+        if self.structure is None:  # the first step, because K-FAC's state depends on a batch
             fresh, self.structure = jax.tree.flatten(self.step.init(params, *args))
-            # After a restart their checkpoint is a dictionary with the places in the list for its keys.
+            # After a restart, AlgoPerf's checkpoint is a dictionary whose keys are the list's indices.
             leaves = fresh if leaves is None else [leaves[str(k)] for k in range(len(fresh))]
         state = jax.tree.unflatten(self.structure, leaves)
         params, state, value = self.step(params, state, *args)
@@ -66,7 +66,7 @@ class Step:
 
 
 def init_optimizer_state(workload: Any, model_params: Any, model_state: Any, hyperparameters: Any, rng: Any) -> Any:
-    """No state yet, and the step: the first one makes it."""
+    """Return None as the state, and the step. The first step initializes the state."""
     del model_params, model_state, rng
     settings = _settings(hyperparameters)
     step = kfac.train_step(
@@ -93,7 +93,7 @@ def update_params(
     rng: Any,
     train_state: dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    """One step; returns the optimizer's state, the parameters and the model's state."""
+    """Train for a step; return the optimizer's state, the parameters and the model's state."""
     del current_params_types, hyperparameters, loss_type, eval_results, train_state
     state, step = optimizer_state
     batch = {name: value for name, value in batch.items() if value is not None}
@@ -115,14 +115,14 @@ def prepare_for_eval(
     global_step: int,
     rng: Any,
 ) -> tuple[Any, Any, Any]:
-    """Nothing is to be done: what is evaluated are the parameters of the last step."""
+    """Return the state and the last step's parameters unchanged."""
     del workload, current_params_types, hyperparameters, loss_type, eval_results, global_step, rng
     jax.block_until_ready(current_param_container)
     return optimizer_state, current_param_container, model_state
 
 
 def get_batch_size(workload_name: str) -> int:
-    """Examples in a step, of the workload or of that which it is a variant of."""
+    """Return the batch size for a workload or for the base workload of a variant."""
     for name, size in BATCH_SIZES.items():
         if workload_name == name or workload_name.startswith(f"{name}_"):
             return size
@@ -139,6 +139,6 @@ def data_selection(
     global_step: int,
     rng: Any,
 ) -> dict[str, Any]:
-    """The next batch."""
+    """Return the next batch."""
     del workload, optimizer_state, current_param_container, model_state, hyperparameters, global_step, rng
     return next(input_queue)

@@ -1,10 +1,13 @@
-"""How far factors and update directions are from those in float64, on the device that runs this.
+"""Measure the rounding errors in factors and update directions on this device, relative to float64.
 
     python examples/benchmarks/accuracy.py
 
-Factors: of a dense layer and of convolutions whose inputs and gradients are given, for each arithmetic of the network.
-Directions: of one update of a perceptron on images that are random walks, in which neighbours are alike, with a damping
-that lets the condition number of what is inverted come near a million, for each `precision` of `kfac.Cholesky`.
+The first table covers the factors. It has a row for each layer (a dense layer and three convolutions with given inputs
+and gradients) and a column for each arithmetic that the network can use.
+
+The second table covers the direction of a perceptron's update. It has a row for each `precision` in `kfac.Cholesky`.
+The images are random walks, so neighbouring pixels are strongly correlated. The damping is so small that the matrices
+to invert have condition numbers close to a million.
 """
 
 import argparse
@@ -20,9 +23,9 @@ from jax import lax
 
 import kfac
 
-DAMPING = 3e-6  # near a million
+DAMPING = 3e-6  # the condition number is then close to a million
 PRECISIONS = ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16")
-# Name, shape of the inputs, of the kernel, stride.
+# Name, input shape, kernel shape, stride.
 LAYERS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...] = (
     ("dense, 512 inputs", (64, 64, 512), (512, 256), 1),
     ("3x3 convolution, 64 channels", (32, 14, 14, 64), (3, 3, 64, 64), 1),
@@ -32,7 +35,7 @@ LAYERS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...] = (
 
 
 def distance(found: Any, exact: Any) -> float:
-    """`||found - exact|| / ||exact||`, over all leaves."""
+    """Return `||found - exact|| / ||exact||` over all leaves."""
     pairs = [
         (np.asarray(x, np.float64), np.asarray(y, np.float64))
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
@@ -41,7 +44,7 @@ def distance(found: Any, exact: Any) -> float:
 
 
 def measured(shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, dtype: Any) -> Any:
-    """Both factors of one layer in `dtype`; the rows of `G` are given numbers."""
+    """Return both factors of a layer that computes in `dtype`. The output gradients are fixed random numbers."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         if w.ndim == 2:
@@ -66,7 +69,7 @@ def measured(shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, dtype
 
 
 def factors() -> Iterator[dict[str, Any]]:
-    """A row for each layer: the distances of `A` and of `G` from float64, for each arithmetic."""
+    """Yield a row for each layer: the errors in `A` and `G` relative to float64, for each arithmetic."""
     for name, shape, kernel, stride in LAYERS:
         with jax.enable_x64(True):
             exact = measured(shape, kernel, stride, jnp.float64)
@@ -80,7 +83,7 @@ def factors() -> Iterator[dict[str, Any]]:
 
 
 def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
-    """One preconditioned gradient of a perceptron, and the largest condition number of its blocks."""
+    """Return a perceptron's preconditioned gradient and the largest condition number among its blocks."""
     rng = np.random.default_rng(0)
     walks = np.cumsum(rng.normal(size=(1024, 256)), axis=1) / 16
     batch = jnp.asarray(walks, jnp.float32).astype(dtype), jnp.asarray(rng.integers(0, 10, 1024))
@@ -95,7 +98,7 @@ def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
 
     layers = kfac.find_layers(loss, params, batch, max_factor_dim=8192)
     tx = kfac.scale_by_kfac(layers, damping=damping, preconditioner=kfac.Cholesky(precision=precision, relative=True))
-    # The same numbers for all: what differs is how they are inverted and applied.
+    # Every precision gets the same gradients and statistics. Only the inversion and its application differ.
     with jax.default_matmul_precision("float32"):
         _, grads, statistics = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
         state = jax.jit(kfac.observe)(jax.jit(tx.init)(params), statistics)
@@ -104,7 +107,7 @@ def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
 
 
 def directions(damping: float) -> Iterator[dict[str, Any]]:
-    """A row for each precision: the distance of the whole update from float64's, and of the layer that is worst."""
+    """Yield a row for each precision: the whole update's relative error, and the worst layer's relative error."""
     with jax.enable_x64(True):
         exact, condition = update("float32", damping, jnp.float64)
     for precision in PRECISIONS:
@@ -114,15 +117,15 @@ def directions(damping: float) -> Iterator[dict[str, Any]]:
 
 
 def tables(damping: float = DAMPING) -> dict[str, list[dict[str, Any]]]:
-    """Both tables, by name."""
+    """Return both tables by name."""
     return {"factors": list(factors()), "directions": list(directions(damping))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--damping", type=float, default=DAMPING, help="of directions, in mean eigenvalues of a block")
+    parser.add_argument("--damping", type=float, default=DAMPING, help="relative to a block's mean eigenvalue")
     options = parser.parse_args()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; the default is {kfac.Cholesky().precision}")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; default precision {kfac.Cholesky().precision}")
     for name, rows in tables(options.damping).items():
         print(f"\n{name}")
         for row in rows:

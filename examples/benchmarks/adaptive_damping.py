@@ -1,8 +1,9 @@
-"""How much a damping matters that was chosen badly, fixed and adapting: a small network on handwritten digits.
+"""Measure how much a badly chosen damping costs, with fixed and with adaptive damping.
 
     python examples/benchmarks/adaptive_damping.py
 
-Prints the training loss after 100 steps of 500 images for initial dampings over four decades. About a minute.
+The script trains a small network on handwritten digits for 100 steps at batch 500. It prints the training loss for
+initial dampings from 1e-4 to 1. It takes about a minute.
 """
 
 import itertools
@@ -30,7 +31,7 @@ def loss_fn(params, batch):
 
 
 def train(tx, layers, params, data):
-    """The loss of all images after training, and the last damping."""
+    """Train the network; return its loss on all images and the last damping."""
 
     @jax.jit
     def step(params, state, batch, key):

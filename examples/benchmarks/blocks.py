@@ -1,12 +1,16 @@
-"""What a bound on factors costs in steps: an autoencoder of 1,024-wide layers whose factors are cut into blocks.
+"""Measure how many extra steps K-FAC needs if it splits large factors into diagonal blocks.
 
-python examples/benchmarks/blocks.py --seeds 2
+    python examples/benchmarks/blocks.py --seeds 2
 
-Factors are whole, or diagonal blocks of 512, 256 and 128 rows (`find_layers(max_factor_dim=)`). All runs have the same
-initial weights, batches and rate, which falls to zero at the end. For each bound and seed there is the loss on the
-training images after the last step, the step at which the running mean of the loss of batches first is what whole
-factors end at, and the memory of averages and inverses. Handwritten digits of scikit-learn; two minutes a run on two
-cores.
+The network is an autoencoder with 1,024-wide layers on scikit-learn's handwritten digits. Its factors are whole, or
+split into blocks with 512, 256 or 128 rows (`find_layers(max_factor_dim=)`). All runs have the same initial weights,
+batches and learning rate. The rate falls to zero at the end. For each bound and seed, the script prints:
+
+- the loss on all training images after the last step,
+- the first step at which the running mean of the batch losses reaches the whole factors' final value,
+- the memory for averages and inverses.
+
+A run takes two minutes on two cores.
 """
 
 import argparse
@@ -41,7 +45,7 @@ def loss_fn(params, x):
 
 
 def train(images, max_factor_dim, rate, steps, batch, seed):
-    """The loss of each batch, that on all images at the end, and the bytes of the state."""
+    """Return each batch's loss, the final loss on all images, and the state's size in bytes."""
     rates = optax.linear_schedule(rate, 0.0, steps)
     step = kfac.train_step(loss_fn, rates, max_factor_dim=max_factor_dim)
     params, rng, losses = initial(seed), np.random.default_rng(seed), []
@@ -59,7 +63,7 @@ def main():
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rate", type=float, default=0.1)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--bounds", type=int, nargs="+", default=[1025, 513, 257, 129], help="with the bias's row")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[1025, 513, 257, 129], help="including the bias's row")
     options = parser.parse_args()
     images = jnp.asarray(load_digits().data / 16, jnp.float32)
     for seed in range(options.seeds):
@@ -69,7 +73,7 @@ def main():
             means = np.convolve(losses, np.ones(5) / 5, "valid")
             target = means[-1] if target is None else target
             first = next((k + 5 for k, mean in enumerate(means) if mean <= target), None)
-            print(f"seed {seed} max_factor_dim={bound}: {end:.3f}, there after {first} steps, state "
+            print(f"seed {seed} max_factor_dim={bound}: loss {end:.3f}, target reached at step {first}, state "
                   f"{memory / 1e6:.0f} MB", flush=True)  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""The ways that were compared for statistics of convolutions and for inverses; the package has those that won."""
+"""Implement the candidate algorithms for convolution statistics and for inverses.
+
+`speed.py` compares them. The package implements the winners.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +16,10 @@ from kfac._statistics.offsets import Axis, offset_moment
 
 
 def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """Functions from images `[n, height, width, channels]` to `A` of a square convolution that keeps their size."""
+    """Return functions that compute `A` for a square convolution with "same" padding.
+
+    Each function takes images `[n, height, width, channels]`.
+    """
     pad = window // 2
     taps = [(i, j) for i in range(window) for j in range(window)]
     out = -(-x.shape[1] // stride)
@@ -44,10 +50,13 @@ def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax
 
 
 def factors_like(size: int, condition: float) -> tuple[jax.Array, jax.Array]:
-    """A symmetric matrix `[1, size, size]` with eigenvalues `1/condition ... 1`, and the inverse of one 2% away."""
+    """Return a symmetric matrix `[1, size, size]` and the inverse of a nearby matrix.
+
+    The matrix has eigenvalues from `1 / condition` to 1. The nearby matrix's eigenvalues differ by up to 2%.
+    """
     rng = np.random.default_rng(size)
     eigenvalues = np.geomspace(1 / condition, 1, size)
-    # Reflections: orthogonal, and quick to make for large sizes.
+    # Rotate the eigenvectors with Householder reflections, which are cheap for large sizes.
     matrix, changed = np.diag(eigenvalues), np.diag(1 / (eigenvalues * (1 + 0.02 * rng.uniform(-1, 1, size))))
     for _ in range(3):
         v = rng.normal(size=(size, 1))
@@ -63,9 +72,9 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def newton_schulz(matrix: jax.Array, near: jax.Array) -> jax.Array:
-    """`X <- X (2 I - M X)` from a previous inverse (Schulz 1933), and Cholesky where that does not contract.
+    """Invert by the iteration `X <- X (2 I - M X)` from a previous inverse (Schulz 1933).
 
-    Converges quadratically where `||I - M X|| < 1`.
+    The iteration converges quadratically if `||I - M X|| < 1`. Otherwise this function falls back to Cholesky.
     """
     identity = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
 
@@ -89,7 +98,7 @@ def newton_schulz(matrix: jax.Array, near: jax.Array) -> jax.Array:
 
 
 def cholesky(matrix: jax.Array, near: jax.Array) -> jax.Array:
-    """`W^T W`, `W` the inverse of the Cholesky factor by one triangular solve."""
+    """Invert as `W^T W`, where a triangular solve gives `W`, the inverse Cholesky factor."""
     del near
     factor = lax.linalg.cholesky(matrix, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
@@ -98,7 +107,10 @@ def cholesky(matrix: jax.Array, near: jax.Array) -> jax.Array:
 
 
 def sweep(matrix: jax.Array, near: jax.Array, block: int = 512) -> jax.Array:
-    """Block Gauss-Jordan elimination (Goodnight 1979): the fewest operations outside products, less accurate."""
+    """Invert by block Gauss-Jordan elimination (Goodnight 1979).
+
+    This algorithm has the fewest operations outside matrix products, but it is less accurate.
+    """
     del near
     d = matrix.shape[-1]
     count = -(-d // block)
@@ -119,7 +131,7 @@ def sweep(matrix: jax.Array, near: jax.Array, block: int = 512) -> jax.Array:
 
 
 def eigen(matrix: jax.Array, near: jax.Array) -> jax.Array:
-    """`Q diag(1 / l) Q^T`."""
+    """Invert as `Q diag(1 / l) Q^T`."""
     del near
     values, vectors = jnp.linalg.eigh(matrix)
     return _product(vectors / values[..., None, :], vectors.mT)
@@ -136,7 +148,7 @@ INVERSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def resnet50_dimensions() -> dict[int, int]:
-    """How many factors of each dimension ResNet-50 has."""
+    """Return the number of ResNet-50's factors for each dimension."""
     stages = ((64, 3, 64), (128, 4, 256), (256, 6, 512), (512, 3, 1024))
     sizes = [147, 64, 2049, 1000]
     for width, blocks, before in stages:

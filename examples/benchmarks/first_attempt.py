@@ -1,10 +1,11 @@
-"""`examples/imagenet/simple.py` on 1,000 photographs of 10 classes, as it stands, beside other optimizers in its place.
+"""Run `examples/imagenet/simple.py` unchanged on 1,000 photographs from 10 classes, with K-FAC and other optimizers.
 
-sh examples/imagenet/get_cifar10.sh
-python examples/benchmarks/first_attempt.py
+    sh examples/imagenet/get_cifar10.sh
+    python examples/benchmarks/first_attempt.py
 
-The first of CIFAR-10 become a folder of PNG files. K-FAC has the script's own rate, and all have the best of a grid for
-seed 0; warm-up, decay, batches and network are those of the script for all of them.
+The first images of CIFAR-10 become a folder of PNG files. K-FAC runs with the script's default rate. In addition, every
+optimizer runs with the best rate from its grid, chosen on seed 0. All of them share the script's warm-up, decay,
+batches and network.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def kernels(params: Any) -> Any:
 
 
 def dimensions(params: Any) -> Any:
-    """Kernels as matrices, one column an output; Muon leaves the rest to Adam."""
+    """Return Muon's dimension numbers. A kernel is a matrix with a column per output. Adam updates the other leaves."""
     as_matrix = optax.contrib.MuonDimensionNumbers
     return jax.tree.map(lambda w: as_matrix(tuple(range(w.ndim - 1)), w.ndim - 1) if w.ndim > 1 else None, params)
 
@@ -55,7 +56,7 @@ OPTIMIZERS = {
 
 
 def first_order(loss_fn: Any, rate: Any, *, optimizer: str, **_: Any) -> Any:
-    """In the place of `kfac.train_step`."""
+    """Return a first-order step with the interface of `kfac.train_step`."""
     tx = OPTIMIZERS[optimizer](rate)
 
     class Step:
@@ -73,14 +74,14 @@ def first_order(loss_fn: Any, rate: Any, *, optimizer: str, **_: Any) -> Any:
 
 @cache
 def run(optimizer: str, rate: float, seed: int, folder: Path, steps: int) -> tuple[float, float]:
-    """Loss and accuracy on the validation images at the end."""
+    """Train once; return the final loss and accuracy on the validation images."""
     step = kfac.train_step if optimizer == "kfac" else partial(first_order, optimizer=optimizer)
     vars(simple)["kfac"] = SimpleNamespace(train_step=step, Distribution=kfac.Distribution)
     args = [folder, "--size", 32, "--steps", steps, "--rate", rate, "--seed", seed]
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(out):
         if code := simple.main([*map(str, args), "--output", output]):
-            sys.exit(code)  # stopped by a signal: its accuracy is not one of the end
+            sys.exit(code)  # a signal stopped the run, so its last accuracy is not final
     loss, accuracy = re.findall(r"validation loss (\S+), accuracy (\S+)%", out.getvalue())[-1]
     print(f"{optimizer:6} rate {rate:<6g} seed {seed}: loss {loss}, accuracy {accuracy}%", flush=True)
     return float(loss), float(accuracy)

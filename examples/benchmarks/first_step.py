@@ -1,11 +1,11 @@
 """Measure how long the first step of three networks takes with the installed JAX.
 
-python examples/benchmarks/first_step.py                  # all networks
-python examples/benchmarks/first_step.py --networks GRU
+    python examples/benchmarks/first_step.py                  # all networks
+    python examples/benchmarks/first_step.py --networks GRU
 
-Prints processor seconds from the parameters to the end of the first step by `kfac.train_step`. The second start reads
-the compiled programs of the first one from JAX's cache, so its seconds are those of tracing. To compare JAX versions,
-run the script in turn in an environment for each, because other work on the machine changes all figures.
+The script prints the processor seconds from the parameters to the end of the first step by `kfac.train_step`. Each
+network starts twice. The second start reads the compiled programs from JAX's cache, so it shows the tracing time. To
+compare JAX versions, alternate between their environments, because other work on the machine changes all figures.
 """
 
 import argparse
@@ -50,7 +50,7 @@ NETWORKS: dict[str, tuple[nn.Module, tuple[jax.Array, jax.Array]]] = {
 
 
 def loss_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the mean cross-entropy of a model, with its batch statistics as auxiliary output."""
+    """Return a model's mean cross-entropy, with its batch statistics as auxiliary output."""
 
     def loss(params: Any, state: Any, inputs: jax.Array, targets: jax.Array) -> Any:
         logits, state = model.apply({"params": params, **state}, inputs, train=True, mutable=list(state))

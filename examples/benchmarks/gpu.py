@@ -1,4 +1,4 @@
-"""Measure K-FAC on a GPU, in programmes of at most ten minutes each.
+"""Measure K-FAC on a GPU, in programmes that take at most ten minutes each.
 
     python examples/benchmarks/gpu.py --programme A                      # does it work, and how fast is a GPT?
     python examples/benchmarks/gpu.py --programme B --vocabulary runs/gpu/vocabulary.npz --speed runs/gpu/A.json
@@ -6,13 +6,15 @@
     python examples/benchmarks/gpu.py --programme D
     python examples/benchmarks/gpu.py --programme A --rehearse           # on a CPU, small
 
-A: three steps of each preconditioner against a CPU; milliseconds of SGD, AdamW, Muon and K-FAC for a GPT with 124
-million parameters; the longest kernels. B: the GPT on the Python sources of this machine, K-FAC and Muon in turn for
-the same time; `gpu_text.py learn` makes the vocabulary beforehand. C: milliseconds for ResNet-50; ResNet-18 on CIFAR-10
-to 94%. D: one step of ResNet-50 at a batch of 131,072 images.
+- Programme A compares three steps of each preconditioner with a CPU. It times steps by SGD, AdamW, Muon and K-FAC for a
+  GPT with 124 million parameters, and it lists the longest kernels.
+- Programme B trains the GPT on this machine's Python sources. K-FAC and Muon run in turn for the same time.
+  `gpu_text.py learn` makes the vocabulary beforehand.
+- Programme C times steps for ResNet-50, and it trains ResNet-18 on CIFAR-10 to 94%.
+- Programme D runs a step for ResNet-50 at a batch of 131,072 images.
 
-Each programme writes a JSON file and a page to --output, and saves every row when it is measured. --have takes up what
-an earlier call has measured. Nothing is downloaded.
+Each programme writes a JSON file and a Markdown page to --output, and it saves each row immediately. --have reuses the
+rows of an earlier call. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ import sys
 from gpu_record import Record, output_folder, setting
 
 PROGRAMMES = ("A", "B", "C", "D")
-# The rows of a speed table, the most informative first.
+# A speed table's rows, the most informative first.
 ROWS = ("kfac.train_step", "muon", "without", "observe", "refresh", "statistics", "sgd", "adamw")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programme", choices=PROGRAMMES, required=True)
-    parser.add_argument("--minutes", type=float, default=8.0, help="the limit, at which the process ends: 8")
-    parser.add_argument("--have", type=pathlib.Path, help="JSON of an earlier call, whose rows are not measured again")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit, at which the process ends: 8")
+    parser.add_argument("--have", type=pathlib.Path, help="JSON of an earlier call; its rows are not measured again")
     parser.add_argument("--output", type=pathlib.Path, help="folder for the results: runs/gpu, or runs/gpu-rehearsal")
     parser.add_argument("--rehearse", action="store_true", help="small networks on a CPU")
-    parser.add_argument("--compile-seconds", type=float, default=0.0, help="rehearsal: wait so long for each program")
-    parser.add_argument("--models", nargs="+", default=["gpt-124m"], help="A: of steps.py")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="A and C: of the table of milliseconds")
+    parser.add_argument("--compile-seconds", type=float, default=0.0, help="rehearsal: wait this long for each program")
+    parser.add_argument("--models", nargs="+", default=["gpt-124m"], help="A: models from steps.py")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="A and C: rows of the speed table")
     parser.add_argument("--vocabulary", type=pathlib.Path, help="B: made by `gpu_text.py learn`")
-    parser.add_argument("--speed", type=pathlib.Path, help="B: JSON of programme A, for the steps that fit into a run")
-    parser.add_argument("--seconds", type=float, default=120.0, help="B: of each run")
+    parser.add_argument("--speed", type=pathlib.Path, help="B: JSON file from programme A, to plan the number of steps")
+    parser.add_argument("--seconds", type=float, default=120.0, help="B: training time of each run")
     runs = [setting("kfac:0.1"), setting("muon:0.02")]
     parser.add_argument("--runs", nargs="+", type=setting, default=runs, help="B: method:rate, in this order")
-    parser.add_argument("--data-dir", type=pathlib.Path, help="C: CIFAR-10, as get_cifar10.sh leaves it")
+    parser.add_argument("--data-dir", type=pathlib.Path, help="C: CIFAR-10, downloaded by get_cifar10.sh")
     options = parser.parse_args(arguments)
     if options.output is None:
         options.output = output_folder(options.rehearse)

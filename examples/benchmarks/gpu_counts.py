@@ -1,7 +1,7 @@
-"""What a program compiled for a GPU does, from its text: launches, waits, FLOPs by dtype, bytes, messages, a bound.
+"""Analyse a program compiled for a GPU from its text: launches, waits, FLOPs by dtype, bytes, messages and a bound.
 
-The bound is no time: it adds over kernels the larger of bytes over bandwidth and FLOPs over the peak of an H100 SXM.
-Neither launches nor waits are in it, and no kernel reaches both peaks.
+The bound is a lower limit for the program's seconds on an H100 SXM. It sums `max(bytes / bandwidth, FLOPs / peak)` over
+all kernels. It leaves out launches and waits, and real kernels do not reach both peaks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import re
 from collections.abc import Iterable
 
 BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM
-# Dense FLOP/s by the dtype of a product's operands; tf32 is float32 where tensor cores are allowed.
+# Dense FLOP/s by the dtype of a product's operands. The key tf32 stands for float32 on tensor cores.
 PEAK = {"bf16": 989e12, "f16": 989e12, "tf32": 494e12, "f32": 67e12, "f64": 67e12}
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}  # else 4
 
-# What is no kernel: names, views, the bookkeeping of the program, the second half of what is asynchronous.
+# Operations that launch no kernel: names, views, control flow.
 NAMES = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id",
     "replica-id", "call", "while", "conditional",
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 VIEWS = {"bitcast", "reshape", "copy", "convert", "transpose"}
-# FLOPs over n^3 of what LAPACK's names stand for; `orgqr` forms Q (Golub & Van Loan 2013, sections 4.2, 5.2 and 8.3).
+# FLOPs / n^3 by LAPACK name (Golub & Van Loan 2013, sections 4.2, 5.2 and 8.3). `orgqr` forms Q.
 FACTORISATIONS = {"geqrf": 4 / 3, "orgqr": 4 / 3, "potrf": 1 / 3, "syevd": 9.0}
 NUMBER_BY_NUMBER = {"add", "subtract", "multiply", "divide", "negate", "maximum", "minimum", "select", "compare"}
 PARTS = {"slice", "dynamic-slice", "gather"}
@@ -34,7 +34,7 @@ Shape = tuple[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One instruction of a program: its result, what it does, to which, and all of its text."""
+    """An instruction in a program: its name, result shapes, operation, operands and text."""
 
     name: str
     shapes: list[Shape]
@@ -53,18 +53,20 @@ def _numbers() -> collections.defaultdict[str, float]:
 
 @dataclasses.dataclass
 class Counts:
-    """What one run of a program does.
+    """Counts for a single run of a program.
+
+    Loops with a known length multiply the counts. A branch, or a loop with an unknown length, is called uncertain.
 
     Attributes:
-      launches: kernels and library calls, with those in loops of known length as often as they turn.
-      inside: those in branches, and in loops of unknown length for one turn: in none of the other figures.
-      waits: branches and loops of unknown length outside of others, for which the host reads a number of the device;
-        those in loops of known length as often as these turn.
-      waits_inside: those within them.
-      kinds: launches by what they are.
-      flops: of products, convolutions and factorisations, by the dtype of their operands.
-      bound: seconds.
-      messages: bytes of the results of collectives, by kind.
+      launches: kernels and library calls outside uncertain code.
+      inside: launches in uncertain code, with one iteration per loop. No other figure includes them.
+      waits: the outermost uncertain branches and loops. For each, the host reads a number from the device.
+      waits_inside: uncertain branches and loops within uncertain code.
+      kinds: launches by kind.
+      flops: FLOPs in products, convolutions and factorisations, by the operands' dtype.
+      bound: the lower bound in seconds.
+      costs: the bound by kind.
+      messages: bytes in the results of collectives, by kind.
     """
 
     launches: float = 0
@@ -79,12 +81,12 @@ class Counts:
 
 
 def count(program: str, *, taken: bool = False) -> Counts:
-    """Counts a compiled program, from the text of its optimized HLO.
+    """Analyse a compiled program.
 
     Args:
-      program: the text.
-      taken: count what is in branches and loops of unknown length like the rest: of the branches of a conditional the
-        one with the largest bound, and of such a loop one turn. Then nothing is `inside`.
+      program: the text of its optimized HLO.
+      taken: True to count uncertain code like the rest. A conditional then counts with the branch that has the largest
+        bound, and a loop with an unknown length counts with one iteration. `inside` is then zero.
     """
     bodies, entry = computations(program)
     counts = Counts()
@@ -93,7 +95,7 @@ def count(program: str, *, taken: bool = False) -> Counts:
 
 
 def computations(program: str) -> tuple[dict[str, dict[str, Line]], str]:
-    """The instructions of each computation by name, and the name of the entry."""
+    """Return the instructions of each computation by name, and the entry computation's name."""
     bodies: dict[str, dict[str, Line]] = {}
     entry, current = "", None
     for text in program.splitlines():
@@ -185,7 +187,10 @@ def _bytes(shape: Shape) -> int:
 
 
 def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Line) -> int:
-    """Bytes that a kernel has to read and write: each array once, and of what it only takes parts from, the parts."""
+    """Return the bytes that a kernel must read and write. Each array counts once.
+
+    If a kernel uses only parts of an array, only these parts count.
+    """
     body = bodies.get(line.attribute("calls")) if line.op == "fusion" else None
     inner = list(body.values()) if body else []
     root = next((one for one in inner if one.text.lstrip().startswith("ROOT")), None)
@@ -217,9 +222,10 @@ def _moved(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Li
 
 
 def _parts(inner: list[Line], line: Line) -> dict[str, int] | None:
-    """The parts of an array that a kernel takes, each with its number of elements; None where it may take all.
+    """Return the number of elements in each part that a kernel takes from an array, or None if it may take all.
 
-    A part of what comes of the array number by number needs no more than that part of the array.
+    The function looks through views and elementwise operations, because a part of their result needs only the same
+    part of the array.
     """
     parts: dict[str, int] = {}
     for one in inner:
@@ -241,11 +247,11 @@ def _through_views(body: dict[str, Line], line: Line) -> Line:
 
 
 def _work(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Line, label: str) -> tuple[str, float]:
-    """The dtype and the FLOPs of the products in a kernel."""
+    """Return the dtype and the FLOPs of a kernel's products."""
     if label.startswith("__cudnn$conv"):
         return _convolution(around, line, label)
     if said := re.search(r"flops_(\d+)_(\w+?)\b", line.text) if label.startswith("__gpu$") else None:
-        return said[2], float(said[1])  # kernels of our own say it in their name
+        return said[2], float(said[1])  # the package's own kernels have the FLOPs in their names
     if found := re.match(r"cusolver_(\w+?)_ffi", label):
         dtype, shape = around[line.operands[0]].shapes[0]
         return dtype, FACTORISATIONS.get(found[1], 0.0) * math.prod(shape[:-1]) * shape[-1] ** 2
@@ -261,7 +267,7 @@ def _work(bodies: dict[str, dict[str, Line]], around: dict[str, Line], line: Lin
         if one.op == "dot":
             left = (body.get(one.operands[0]) or around[one.operands[0]]).shapes[0]
             dims = [int(n) for n in one.attribute("lhs_contracting_dims").split(",") if n]
-            split = re.search(r"algorithm=dot_(bf16|tf32)_\w+?_x(\d)", one.text)  # products of parts of float32
+            split = re.search(r"algorithm=dot_(bf16|tf32)_\w+?_x(\d)", one.text)  # float32 split into parts
             total += _products(one.shapes[0], left, dims) * (int(split[2]) if split else 1)
             dtype = split[1] if split else _arithmetic(left[0], "highest" not in one.text)
     return dtype, total
@@ -276,7 +282,7 @@ def _products(out: Shape, left: Shape, contracted: Iterable[int]) -> float:
 
 
 def _convolution(around: dict[str, Line], line: Line, label: str) -> tuple[str, float]:
-    """Of a forward convolution, or one of its two derivatives, in terms of the forward one; padding counts."""
+    """Return the dtype and the FLOPs of a convolution or one of its two derivatives. Padding counts."""
     left, right = (around[name].shapes[0] for name in line.operands[:2])
     out = line.shapes[0]
     kernel, image = (out, right) if "BackwardFilter" in label else (right, left if "BackwardInput" in label else out)

@@ -1,11 +1,11 @@
-"""Train the GPT of programme B with K-FAC at several rates, with a single compilation.
+"""Train programme B's GPT with K-FAC at several rates, with a single compilation.
 
     python examples/benchmarks/gpu_text.py learn runs/gpu/vocabulary.npz --size 8192
     python examples/benchmarks/gpu_rates.py --vocabulary runs/gpu/vocabulary.npz --rates 0.05 0.025 0.1
     python examples/benchmarks/gpu_rates.py --vocabulary runs/gpu/vocabulary.npz --rehearse      # on a CPU, small
 
 With `step_norm="spectral"` and no weight decay, a step is proportional to the learning rate, so one program serves all
-rates. Each run starts anew. `rates.json` and a page in --output keep each run when it has ended.
+rates. Each run starts from the initial parameters. The script saves each run to `rates.json` and to a page in --output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from gpu_record import Record, Setting, output_folder
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-# The rate of the compiled step.
+# The compiled step's learning rate.
 UNIT = 0.1
 
 
@@ -28,8 +28,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=pathlib.Path, required=True, help="made by `gpu_text.py learn`")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.05, 0.025])
-    parser.add_argument("--minutes", type=float, default=8.0, help="the limit, at which the process ends: 8")
-    parser.add_argument("--steps", type=int, help="of each run: 1000, or 24 in a rehearsal")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit, at which the process ends: 8")
+    parser.add_argument("--steps", type=int, help="steps per run: 1000, or 24 in a rehearsal")
     parser.add_argument("--output", type=pathlib.Path, help="folder for the results: runs/gpu, or runs/gpu-rehearsal")
     parser.add_argument("--rehearse", action="store_true", help="a small network on a CPU")
     options = parser.parse_args(arguments)

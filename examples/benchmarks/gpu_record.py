@@ -1,4 +1,4 @@
-"""Keep the rows of a GPU programme on disk, as JSON and as a page."""
+"""Save a GPU programme's rows, as JSON and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 
 
 def setting(text: str) -> Setting:
-    """Read a `Setting`, as a type of `argparse`."""
+    """Parse a `Setting`. The function serves as an `argparse` type."""
     method, _, number = text.partition(":")
     try:
         rate = float(number)
@@ -43,22 +43,22 @@ def setting(text: str) -> Setting:
 
 
 def output_folder(rehearse: bool) -> pathlib.Path:
-    """Return the default folder for results. Rehearsals have one of their own, so that they do not replace results."""
+    """Return the default folder for results. Rehearsals have a separate folder, so they do not replace results."""
     return pathlib.Path("runs/gpu-rehearsal" if rehearse else "runs/gpu")
 
 
 class Record:
-    """The rows that a programme has measured, saved after each one.
+    """The rows that a programme has measured, saved after each measurement.
 
-    A row that fails or finds no time is listed under "to repeat", and the programme goes on with the next one. At the
-    time limit the process ends with code 3, whatever it is doing.
+    If a row fails or the time does not suffice, the row is listed under "to repeat", and the programme continues. At
+    the time limit the process ends with code 3.
 
     Args:
-      folder: where `<programme>.json` and `<programme>.md` are written. An earlier JSON file there becomes
+      folder: the folder for `<programme>.json` and `<programme>.md`. An earlier JSON file there becomes
         `<programme>.before.json`.
       programme: the programme's letter.
       minutes: the time limit, counted from now.
-      have: a JSON file of an earlier call; rows that it holds are not measured again.
+      have: a JSON file from an earlier call. Its rows are not measured again.
       command: the command line, for the page.
     """
 
@@ -93,14 +93,14 @@ class Record:
 
     @property
     def left(self) -> float:
-        """Seconds until the limit."""
+        """Return the seconds until the limit."""
         return self.limit - self.seconds
 
     def say(self, text: str) -> None:
         print(f"[{self.seconds:6.1f} s] {text}", flush=True)
 
     def about(self, name: str, value: Any) -> None:
-        """Note a fact about the whole programme."""
+        """Record a fact about the whole programme."""
         self.say(f"{name}: {value}")
         with self.lock:
             self.found["about"][name] = value
@@ -110,7 +110,7 @@ class Record:
         return name in self.found["tables"].get(table, {})
 
     def row(self, table: str, name: str) -> Row:
-        """Return a row that was measured."""
+        """Return a measured row."""
         return self.found["tables"][table][name]
 
     def add(self, table: str, name: str, row: Row) -> None:
@@ -120,13 +120,13 @@ class Record:
             self._save()
 
     def measure(self, table: str, name: str, function: Callable[[], Row], needs: float = 0.0) -> bool:
-        """Add the row that `function` returns; return whether the record has the row afterwards.
+        """Add the row that `function` returns. Return True if the record has the row afterwards.
 
         Args:
           table: the row's table.
           name: the row's first column.
           function: measures the row.
-          needs: the seconds that must be left for the row to be tried.
+          needs: the seconds that must be left. With less time, the row is listed under "to repeat".
         """
         if self.has(table, name):
             return True
@@ -144,7 +144,7 @@ class Record:
         return True
 
     def repeat(self, table: str, name: str, why: str) -> None:
-        """List a row that was not measured."""
+        """List a row under "to repeat"."""
         self.say(f"NOT MEASURED {table} | {name}: {why}")
         with self.lock:
             self.found["to repeat"][f"{table}: {name}"] = why

@@ -27,8 +27,8 @@ import steps
 from gpu_counts import count
 from gpu_record import Record
 
-# Each preconditioner, and the largest relative error of a parameter's change that counts as agreement. SOAP's default
-# rotates in TensorFloat-32. With these roundings simulated, three steps on a CPU differ by 0.052 (docs/evidence.md).
+# Each preconditioner with its limit for the largest relative error in a parameter's change. SOAP's default rotates in
+# TensorFloat-32. With simulated TensorFloat-32 rounding, three steps on a CPU differ by 0.052 (docs/evidence.md).
 INVERSES = {
     "SOAP": (kfac.SOAP(), 0.1),
     "SOAP in float32": (kfac.SOAP(precision="float32"), 0.02),
@@ -37,7 +37,7 @@ INVERSES = {
     "EKFAC": (kfac.EKFAC(), 0.02),
 }
 LOOP = "kfac.train_step"
-# The interval of statistics grows by doublings, and is 16 steps at most from this step on.
+# From this step on, the interval between statistics no longer grows. It doubles until it reaches at most 16 steps.
 GROWN = 96
 
 
@@ -45,7 +45,7 @@ GROWN = 96
 
 
 def three_steps(preconditioner: Any) -> list[np.ndarray]:
-    """Return the losses of three steps and the change of each parameter of a small network.
+    """Train a small network for three steps; return the losses and each parameter's change.
 
     The network has two convolutions, a norm and two dense layers.
     """
@@ -74,7 +74,7 @@ def three_steps(preconditioner: Any) -> list[np.ndarray]:
         logits = jnp.tanh(x) @ params["down"]
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch[1][:, None], 1))
 
-    # Products in full float32, so that every difference is the package's.
+    # Products in full float32, so that the network itself adds no differences.
     with jax.default_matmul_precision("highest"):
         step = kfac.train_step(loss_fn, 0.1, preconditioner=preconditioner, verbose=False)
         now, state = params, step.init(params, batch)
@@ -103,7 +103,7 @@ def write_reference(path: pathlib.Path) -> None:
 
 
 def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], limit: float) -> dict[str, Any]:
-    """Return the relative errors in the 2-norm: of the losses, and the largest of a parameter's change."""
+    """Return the losses' relative error and the largest relative error in a parameter's change, both in the 2-norm."""
     errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True)]
     losses, changes = errors[0], max(errors[1:])
     return {
@@ -114,7 +114,7 @@ def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], li
 
 
 def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None:
-    """Add a row for each preconditioner."""
+    """Add a row for each preconditioner to the record."""
     title = "Three steps against a CPU"
 
     def row(name: str) -> dict[str, Any]:
@@ -131,15 +131,15 @@ def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None
             pool.submit(record.measure, title, name, functools.partial(row, name), 20)
 
 
-# -- milliseconds of a step --------------------------------------------------------------------------------------------
+# -- milliseconds per step ---------------------------------------------------------------------------------------------
 
 
 class Program(NamedTuple):
     """A compiled step.
 
     Attributes:
-      compiled: takes and returns parameters and optimizer state, and takes a batch.
-      arguments: parameters, state and batch; a run replaces the first two.
+      compiled: maps parameters, optimizer state and a batch to new parameters, a new state and the loss.
+      arguments: parameters, state and batch. A run replaces the first two.
       tracing: seconds to trace.
       compiling: seconds to compile.
     """
@@ -150,14 +150,17 @@ class Program(NamedTuple):
     compiling: float
 
     def run(self) -> Any:
-        """Run one step; return what has to be waited for."""
+        """Run a step. Return the new parameters and the loss, for the caller to wait for."""
         params, state, loss = self.compiled(*self.arguments)
         self.arguments[:2] = params, state
         return params, loss
 
 
 def filled(shapes: Any, classes: int = 10) -> Any:
-    """Return arrays of given shapes: scaled normal numbers for kernels, ones for vectors, integers below `classes`."""
+    """Return arrays with the given shapes.
+
+    Kernels get scaled normal numbers, and vectors get ones. Integer arrays get numbers below `classes`.
+    """
     leaves, structure = jax.tree.flatten(shapes)
 
     def one(k: int, x: Any) -> Any:
@@ -172,20 +175,20 @@ def filled(shapes: Any, classes: int = 10) -> Any:
 
 
 def classes_of(task: steps.Task) -> int:
-    """Return the number of words or labels, so that statistics have the rank that they have in training."""
+    """Return the number of words or labels, so that statistics have the same rank as in training."""
     leaves = jax.tree_util.tree_leaves_with_path(task.params)
     tables = [leaf.shape[0] for path, leaf in leaves if "tokens" in jax.tree_util.keystr(path)]
     return tables[0] if tables else 10
 
 
 class Start(NamedTuple):
-    """Parameters and a batch from which all rows start, so that they are made only once."""
+    """Parameters and a batch from which all rows start."""
 
     params: Any
     batch: Any
 
     def copy(self) -> Any:
-        """Return the parameters for a row, whose steps donate them."""
+        """Return a copy of the parameters, because a row's steps donate them."""
         return jax.tree.map(jnp.copy, self.params)
 
 
@@ -199,12 +202,12 @@ def compile_row(row: str, task: steps.Task, start: Start, options: argparse.Name
     traced = time.perf_counter()
     compiled = lowered.compile()
     compiling = time.perf_counter() - traced
-    time.sleep(options.compile_seconds)  # a rehearsal's forecast
+    time.sleep(options.compile_seconds)  # a rehearsal imitates the GPU's compile time
     return Program(compiled, [params, state, batch], traced - began, compiling + options.compile_seconds)
 
 
 class Loop:
-    """The loop of `kfac.train_step` as a user writes it."""
+    """A user's training loop with `kfac.train_step`."""
 
     def __init__(self, task: steps.Task, start: Start, options: argparse.Namespace) -> None:
         began = time.perf_counter()
@@ -212,19 +215,19 @@ class Loop:
         self.params, self.batch = start.copy(), start.batch
         self.state = self.step.init(self.params, self.batch)
         self.dues: list[bool] = []
-        self.run()  # which takes statistics, so that both programs are compiled
+        self.run()  # the first step takes statistics, so this compiles both programs
         jax.block_until_ready(self.params)
         time.sleep(options.compile_seconds)
         self.compiling = time.perf_counter() - began
 
     def run(self, note: bool = True) -> None:
-        """Run a step. To note whether it has statistics waits for the step before, as `train_step` does itself."""
+        """Run a step. With `note`, record if it takes statistics, which waits for the previous step."""
         if note:
             self.dues.append(bool(kfac.statistics_due(self.state)))
         self.params, self.state, _ = self.step(self.params, self.state, self.batch)
 
     def milliseconds(self, number: int) -> dict[str, Any]:
-        """Time `number` steps together, then as many one by one."""
+        """Time `number` steps together, and then another `number` steps individually."""
         while len(self.dues) < GROWN:
             self.run()
         jax.block_until_ready(self.params)
@@ -251,7 +254,7 @@ class Loop:
 
 
 def median_milliseconds(program: Program, number: int) -> float:
-    """Return the median of three means over `number` steps that do not wait for each other."""
+    """Return the median over three means. Each mean is over `number` steps that do not wait for each other."""
     jax.block_until_ready(program.run())
     means = []
     for _ in range(3):
@@ -264,10 +267,10 @@ def median_milliseconds(program: Program, number: int) -> float:
 
 
 def time_steps(record: Record, model: str, options: argparse.Namespace) -> dict[str, Program]:
-    """Add the speed table of a model; return its programs.
+    """Add a model's speed table to the record; return the model's programs.
 
-    All programs compile in parallel threads. The table has a row for each of `--rows`, and one for the mean over an
-    interval. The loop of `kfac.train_step` is a row too.
+    All programs compile in parallel threads. The table has a row for each of `--rows`, including the loop with
+    `kfac.train_step`. A further row holds the mean over an interval.
     """
     small = argparse.Namespace(small=options.rehearse, batch=None, image_size=224)
     task = steps.task(model, small)
@@ -336,7 +339,7 @@ class Event(NamedTuple):
 
 
 def profile(record: Record, model: str, row: str, program: Program, number: int = 5) -> None:
-    """Add the ten longest kernels of a step, and the time in which no kernel runs."""
+    """Add a step's ten longest kernels to the record, and the time in which no kernel runs."""
     title = f"{model}, {row}: the ten longest kernels"
     if title in record.found["tables"]:
         return
@@ -369,7 +372,7 @@ def profile(record: Record, model: str, row: str, program: Program, number: int 
 
 
 def device_events(path: pathlib.Path) -> list[Event]:
-    """Return the kernels on the streams of a GPU, or without a GPU the operations of XLA's threads."""
+    """Return the kernels on a GPU's streams. Without a GPU, return the operations in XLA's threads."""
     kernels: list[Event] = []
     operations: list[Event] = []
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
@@ -387,7 +390,7 @@ def device_events(path: pathlib.Path) -> list[Event]:
 
 
 def gaps(events: Sequence[Event]) -> list[float]:
-    """Return the milliseconds between the end of all earlier kernels and the start of the next."""
+    """Return the gaps in milliseconds between the end of all earlier kernels and the start of the next kernel."""
     found = []
     end = math.inf
     for event in sorted(events, key=lambda event: event.start):

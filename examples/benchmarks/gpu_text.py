@@ -1,10 +1,10 @@
-"""Turn the Python sources on this machine into tokens for programme B of `gpu.py`.
+"""Turn this machine's Python sources into tokens for programme B of `gpu.py`.
 
     python examples/benchmarks/gpu_text.py learn runs/gpu/vocabulary.npz     # beforehand, on any machine: minutes
     python examples/benchmarks/gpu_text.py encode runs/gpu/vocabulary.npz runs/gpu/tokens.npz
 
-`learn` reads the installed packages and learns byte pairs (Sennrich et al. 2016). `encode` reads all packages of the
-Python that runs it, on all cores. One file in fifty, chosen by the checksum of its name, is for validation.
+Both actions read the library and the packages of the Python that runs the script. `learn` learns byte pairs (Sennrich
+et al. 2016). `encode` runs on all cores. A fiftieth of the files, chosen by their names' checksums, is for validation.
 """
 
 import argparse
@@ -28,14 +28,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "language_m
 import sources
 
 VOCABULARY = 16_384
-# `sources.WORD` with at most 32 letters. The time to encode a word grows with the square of its length, and some
-# sources hold a whole file as one string of letters.
+# `sources.WORD` with at most 32 letters. The time to encode a word grows with its squared length, and some sources
+# embed a whole file as a string of letters.
 WORD = re.compile(rb" ?[A-Za-z]{1,32}| ?[0-9]{1,16}| ?[^\sA-Za-z0-9]{1,16}|\s{1,64}")
-LEAST, MOST = 200, 400_000  # bytes of a file: shorter ones are empty, and longer ones are tables
+LEAST, MOST = 200, 400_000  # bytes per file: shorter files are almost empty, and longer files are tables
 
 
 def files(folders: list[pathlib.Path]) -> dict[str, pathlib.Path]:
-    """Return the sources below some folders by name, without copies of the same content."""
+    """Return the source files in some folders by name, without duplicates."""
     found: dict[str, pathlib.Path] = {}
     seen: set[bytes] = set()
     for folder in folders:
@@ -101,12 +101,12 @@ def main() -> None:
     parser.add_argument("action", choices=("learn", "encode"))
     parser.add_argument("vocabulary", type=pathlib.Path)
     parser.add_argument("output", type=pathlib.Path, nargs="?")
-    parser.add_argument("--size", type=int, default=VOCABULARY, help="of the vocabulary that `learn` makes")
+    parser.add_argument("--size", type=int, default=VOCABULARY, help="size of the vocabulary that `learn` makes")
     options = parser.parse_args()
     if options.action == "learn":
         learn(options.vocabulary, options.size)
     elif options.output is None:
-        parser.error("encode needs a file for the tokens")
+        parser.error("encode needs an output file for the tokens")
     else:
         encode(options.vocabulary, options.output)
 

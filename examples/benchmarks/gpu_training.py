@@ -30,7 +30,7 @@ sys.path[:0] = [str(EXAMPLES / folder) for folder in ("language_model", "cifar10
 
 from transformer import Transformer  # noqa: E402
 
-# Milliseconds of a step where programme A has not measured them: the bound of the program and a third.
+# Milliseconds per step if programme A has not measured them: the program's bound plus a third.
 FORECAST = {"kfac": 50.0, "muon": 50.0}
 
 
@@ -38,7 +38,10 @@ FORECAST = {"kfac": 50.0, "muon": 50.0}
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """Return Muon for a `Transformer`: stacked kernels one by one; tables and vectors by Adam at 0.3 of the rate."""
+    """Return Muon for a `Transformer`. Adam updates tables and vectors at 0.3 times the rate.
+
+    Each kernel in a stack is a separate matrix.
+    """
 
     def dimensions(params: Any) -> Any:
         def of(path: Any, leaf: Any) -> Any:
@@ -58,14 +61,14 @@ def muon(rate: optax.Schedule) -> optax.GradientTransformation:
 
 
 class Trained(NamedTuple):
-    """What a method needs to train: both functions are compiled."""
+    """A method's two compiled functions."""
 
     init: Callable[..., Any]
     step: Callable[..., Any]
 
 
 def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int) -> Trained:
-    """Return a method with a rate that rises for a tenth of `horizon` steps and falls to zero from there."""
+    """Return a method's functions. The rate rises for a tenth of `horizon` steps, and then falls to zero."""
     rate = kfac.schedules.warmup_linear_decay(chosen.rate, horizon)
     if chosen.method == "kfac":
         step = kfac.train_step(loss_fn, rate, verbose=False, donate=True)
@@ -81,7 +84,7 @@ def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int
 
 
 def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: float) -> float:
-    """Run two steps, after which each program has been compiled; return the seconds that this took."""
+    """Run two steps, so that every program is compiled. Return the seconds for this."""
     began = time.perf_counter()
     params = jax.tree.map(jnp.copy, params)  # steps donate them
     state = trained.init(params, batch)
@@ -93,10 +96,10 @@ def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: flo
 
 
 class Text:
-    """Batches and validation text of a `Transformer`, from tokens.
+    """Training batches and validation text for a `Transformer`, from a file with tokens.
 
     Attributes:
-      held: `[8, sequences, context + 1]`, the validation text.
+      held: the validation text, `[8, sequences, context + 1]`.
     """
 
     def __init__(self, path: pathlib.Path, context: int, sequences: int) -> None:
@@ -110,13 +113,13 @@ class Text:
         self.cut = jax.jit(lambda tokens, starts: tokens[starts[:, None] + jnp.arange(context + 1)].astype(jnp.int32))
 
     def batch(self, number: int) -> jax.Array:
-        """Return `[sequences, context + 1]` tokens, the same for the same number."""
+        """Return the tokens of batch `number`, `[sequences, context + 1]`."""
         starts = np.random.default_rng((0, number)).integers(0, self.last, self.sequences)
         return self.cut(self.tokens, starts)
 
 
 def gpt(vocabulary: pathlib.Path, small: bool) -> tuple[Transformer, int, Any]:
-    """Return the GPT, the sequences of a batch, and the parameters at the start."""
+    """Return the GPT, the number of sequences per batch, and the initial parameters."""
     with np.load(vocabulary) as found:
         size = -(-(256 + len(found["merges"])) // 128) * 128
     model = Transformer(size, context=1024, width=768, layers=12, heads=12, tied=True)
@@ -126,25 +129,25 @@ def gpt(vocabulary: pathlib.Path, small: bool) -> tuple[Transformer, int, Any]:
 
     def at_start(key: Any) -> Any:
         params = model.init(key)
-        # The table is the head's kernel too, so its entries are small (Radford et al. 2019).
+        # The token table is also the head's kernel, so its entries are small (Radford et al. 2019).
         return params | {"tokens": 0.02 * params["tokens"], "positions": 0.2 * params["positions"]}
 
     return model, sequences, jax.jit(at_start)(jax.random.key(0))
 
 
 def text_of(output: pathlib.Path, vocabulary: pathlib.Path) -> pathlib.Path:
-    """Return the file with the tokens of this machine's Python sources, for a vocabulary."""
+    """Return the path of the token file for a vocabulary."""
     return output / f"tokens-{zlib.crc32(vocabulary.read_bytes()):08x}.npz"
 
 
 def start_encoding(vocabulary: pathlib.Path, text: pathlib.Path) -> subprocess.Popen[str]:
-    """Start a process that writes the tokens of this machine's Python sources to `text`."""
+    """Start a process that writes the tokens to the file `text`."""
     command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(vocabulary), str(text)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def finish_encoding(record: Record, encoding: subprocess.Popen[str]) -> None:
-    """Wait for `start_encoding`, and note the size of the text."""
+    """Wait for the process from `start_encoding`, and record the text's size."""
     record.doing = "encoding the text"
     said, _ = encoding.communicate(timeout=max(1.0, record.left - 5))
     if encoding.returncode:
@@ -153,12 +156,12 @@ def finish_encoding(record: Record, encoding: subprocess.Popen[str]) -> None:
 
 
 def evaluator(model: Transformer) -> Callable[..., Any]:
-    """Return a compiled function that computes the mean loss over parts of a text."""
+    """Return a compiled function that computes the mean loss over a text's parts."""
     return jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
 
 
 def train_gpt(record: Record, options: argparse.Namespace) -> None:
-    """Add a row and a curve for each of `--runs`, which train in turn on the same batches."""
+    """Train each of `--runs` in turn on the same batches; add a row with a curve for each."""
     model, sequences, params = gpt(options.vocabulary, options.rehearse)
     text = text_of(options.output, options.vocabulary)
     encoding = None if text.is_file() else start_encoding(options.vocabulary, text)
@@ -204,14 +207,14 @@ def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 
 
 def milliseconds_of(chosen: Setting, options: argparse.Namespace) -> float:
-    """Return the milliseconds of a step that programme A has measured, or a forecast."""
+    """Return the milliseconds per step that programme A has measured, or a forecast."""
     tables = json.loads(options.speed.read_text())["tables"] if options.speed else {}
     measured = tables.get("gpt-124m, milliseconds", {}).get("kfac.train_step" if chosen.method == "kfac" else "muon")
     return measured["ms"] if measured else FORECAST[chosen.method]
 
 
 def horizon_of(chosen: Setting, options: argparse.Namespace) -> int:
-    """Return the steps that fit into `--seconds`."""
+    """Return the number of steps that fit into `--seconds`."""
     if options.rehearse:
         return 20
     return round(1e3 * options.seconds / milliseconds_of(chosen, options))
@@ -226,7 +229,7 @@ def train_one(
     evaluate: Callable[[Any], Any],
     horizon: int,
 ) -> dict[str, Any]:
-    """Train for `horizon` steps; return the row. Seconds do not count the looks at the validation text."""
+    """Train for `horizon` steps; return the row. Its seconds exclude evaluations on the validation text."""
     params = jax.tree.map(jnp.copy, params)  # steps donate them
     state = trained.init(params, batch_of(0))
     looks = sorted({round(horizon * k / 12) for k in range(1, 13)})
@@ -254,7 +257,7 @@ def train_one(
 
 
 def train_cifar10(record: Record, options: argparse.Namespace) -> None:
-    """Train K-FAC and Muon in turn for 10 epochs, then 20 and so on while there is time."""
+    """Train K-FAC and Muon in turn for 10 epochs, then for 20 epochs, and so on until the time is up."""
     import compare
 
     data = options.data_dir
@@ -294,11 +297,11 @@ def train_cifar10(record: Record, options: argparse.Namespace) -> None:
         epochs *= 2
 
 
-# -- D: one step at a batch of 131,072 ---------------------------------------------------------------------------------
+# -- D: a step at a batch of 131,072 -----------------------------------------------------------------------------------
 
 
 def step_at_128k(record: Record, options: argparse.Namespace) -> None:
-    """Add the seconds and the memory of one step of the recipe on one device."""
+    """Add the seconds and the memory for a step of the bs128k recipe on a single device."""
     table = "One step of ResNet-50 at a batch of 131,072"
     if options.rehearse:
         sizes = ["--global-batch", "64", "--local-batch", "32", "--image-size", "32"]
@@ -326,7 +329,7 @@ def step_at_128k(record: Record, options: argparse.Namespace) -> None:
 
 
 def _output(command: list[str], record: Record) -> str:
-    """Run a command; return what it printed. Its last lines are part of the error if it fails."""
+    """Run a command; return its output. If it fails, the error contains the last lines of its stderr."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, record.left - 5))
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:

@@ -1,14 +1,14 @@
-"""What a training step would be on an NVIDIA H100, on a machine that has none: compiled, counted, bounded.
+"""Compile training steps for an NVIDIA H100 without a GPU, count their operations, and bound their time.
 
     python examples/benchmarks/h100_program.py                                     # all of it: an hour or more
     python examples/benchmarks/h100_program.py --models resnet50 --rows sgd statistics
-    python examples/benchmarks/h100_program.py --models gpt-124m --devices 8       # with the bytes of messages
-    python examples/benchmarks/h100_program.py --models gpt-124m --rows refresh    # what is in branches counts, too
+    python examples/benchmarks/h100_program.py --models gpt-124m --devices 8       # with bytes sent between devices
+    python examples/benchmarks/h100_program.py --models gpt-124m --rows refresh    # branches count, too
     python examples/benchmarks/h100_program.py --models resnet50 --small           # small networks: a minute
 
-XLA compiles for a GPU that is described to it (`h100.textproto`). Nothing runs, so there is no time: `bound` is what
-memory and arithmetic units need at least (`gpu_counts.py`), without launches and waits. Algorithms are not tuned
-without a device. It needs the CUDA build of JAX, `pip install "jax[cuda12]"`, and no GPU.
+XLA compiles for the GPU that `h100.textproto` describes. Nothing runs, so the script measures no time. Instead, `bound`
+is the least time that memory and arithmetic units need, without launches and waits (`gpu_counts.py`). Without a device,
+XLA does not tune its algorithms. The script needs JAX's CUDA build, `pip install "jax[cuda12]"`, but no GPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-# Compiled for the GPU, run on the CPU: nothing of the first is ever executed.
+# The steps are compiled for the GPU and never run. Everything else runs on the CPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
@@ -39,17 +39,17 @@ from steps import AXIS, FIRST_ORDER, INVERSES, ROWS, Task, make_step, table, tas
 
 
 def h100s(number: int) -> Mesh:
-    """A mesh of GPUs that are not there."""
+    """Return a mesh of simulated H100 GPUs."""
     description = (pathlib.Path(__file__).parent / "h100.textproto").read_text()
     try:
         found = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{number}")
     except Exception as error:
-        raise SystemExit(f'no compiler for CUDA: pip install "jax[cuda12]"; a GPU is not needed ({error})') from None
+        raise SystemExit(f'no compiler for CUDA: pip install "jax[cuda12]"; no GPU is needed ({error})') from None
     return Mesh(topologies.make_mesh(found, (number,), (AXIS,)).devices, (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str, Any, float]:
-    """The program's text, its memory, and how many seconds it took to compile."""
+    """Compile a row's step; return the program's text, its memory analysis, and the seconds for compiling."""
     mesh = h100s(options.devices)
     step, tx = make_step(row, task, options)
     same, split, own = PartitionSpec(), PartitionSpec(AXIS), PartitionSpec()
@@ -81,7 +81,10 @@ def compile_step(row: str, task: Task, options: argparse.Namespace) -> tuple[str
 
 
 def describe(row: str, text: str, memory: Any, seconds: float, first: dict[str, Any] | None) -> dict[str, Any]:
-    """A row of the table; beside the figures those of SGD's, `first`, and with branches those if they are taken."""
+    """Return a row of the table. It includes ratios to SGD's row, `first`.
+
+    If the program has branches, the row also includes the figures for the case that all are taken.
+    """
     counts, taken = count(text), count(text, taken=True)
     figures: dict[str, Any] = {
         "step": row,
@@ -113,15 +116,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=ROWS,
         default=("sgd", "muon", "without", "statistics", "observe"),
-        help="`observe` takes statistics of a quarter of the examples, and `refresh` inverts; neither makes a step",
+        help="`observe` only takes statistics on a quarter of the examples, and `refresh` only inverts factors",
     )
-    add("--batch", type=int, help="of each device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences")
+    add("--batch", type=int, help="per device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences for GPT")
     add("--image-size", type=int, default=224)
-    add("--devices", type=int, default=1, help="so many H100s, each with such a batch")
+    add("--devices", type=int, default=1, help="number of H100s, each with its own batch")
     add("--preconditioner", choices=INVERSES, default="default")
     add("--inverse-update-period", type=int, default=100)
     add("--refresh", choices=("inside", "apart"), default="inside", help="apart: only the row `refresh` inverts")
-    add("--small", action="store_true", help="small networks, to try this out")
+    add("--small", action="store_true", help="small networks, for a trial run")
     add("--kinds", action="store_true", help="print the kinds of launches of each program")
     add("--output", type=pathlib.Path, help="folder for the programs' texts and table.json")
     options = parser.parse_args(arguments)

@@ -1,11 +1,12 @@
-"""One complete K-FAC step of ResNet-50 at a global batch of 131,072 images: time and peak memory.
+"""Measure the time and peak memory of a complete K-FAC step for ResNet-50 at a global batch of 131,072 images.
 
     python examples/benchmarks/large_batch_step.py                                  # 32 x 32 images, as on a CPU
     python examples/benchmarks/large_batch_step.py --image-size 224 --dtype bfloat16 --local-batch 256   # on a GPU
 
-The batch is accumulated: `kfac.microbatch` scans over parts of `--local-batch` synthetic images, made on the device
-inside the scan, so that memory does not depend on their number. The step is the whole of it: gradients and factors
-averaged over all parts, running averages, all inverses, preconditioning, momentum, parameters. Prints one line of JSON.
+`kfac.microbatch` scans over parts with `--local-batch` images and accumulates the results. The images are synthetic and
+made on the device inside the scan, so memory does not depend on the number of parts. The step is complete: gradients
+and factors averaged over all parts, running averages, all inverses, preconditioning, momentum and parameters. The
+script prints a line of JSON.
 """
 
 import argparse
@@ -28,7 +29,7 @@ CLASSES = 1000
 
 
 def main():
-    """Runs the step and prints what it took."""
+    """Run the step and print its time and memory."""
     options = parse()
     parts = options.global_batch // options.local_batch
     model = models.create("resnet50", CLASSES, options.dtype)
@@ -92,7 +93,7 @@ def main():
 
 
 def parse() -> argparse.Namespace:
-    """Command-line options."""
+    """Return the command-line options."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -1,13 +1,15 @@
-"""Models that no device holds, on paper: plans of K-FAC for Llama-2-7B and ViT-g, and their compiled programs.
+"""Plan and compile K-FAC for Llama-2-7B and ViT-g, models too large for a single device.
 
-python examples/benchmarks/large_models.py llama --devices 64
-python examples/benchmarks/large_models.py llama --devices 64 --compile full
+    python examples/benchmarks/large_models.py llama --devices 64
+    python examples/benchmarks/large_models.py llama --devices 64 --compile full
 
-Nothing is computed and no parameter is made: shapes alone go through `find_layers`, `plan`, and with `--compile`
-through XLA for so many simulated CPUs. Parameters are split as by FSDP, weights stacked under `scan`, rematerialised.
-With `--compile`, the memory of a device in bytes: arguments (parameters, momentum, averages, inverses) and temporaries,
-of SGD's step, K-FAC's (`step`), and K-FAC's with statistics and a refresh (`full`). Programs for CPUs are not those of
-GPUs: XLA keeps more temporary copies there.
+The script computes nothing and makes no parameters. Only shapes go through `find_layers` and `plan`, and with
+`--compile` through XLA for simulated CPUs. Parameters are sharded like in FSDP. Layers are stacked under `scan` and
+rematerialised.
+
+With `--compile`, the script prints the memory per device, for arguments (parameters, momentum, averages, inverses) and
+for temporaries. The programs are SGD's step (`sgd`), K-FAC's step (`step`), and K-FAC's step with statistics and a
+refresh (`full`). XLA keeps more temporary copies on CPUs than on GPUs.
 """
 
 import argparse
@@ -17,8 +19,8 @@ if __name__ == "__main__":
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("model", choices=["llama", "vit"])
     PARSER.add_argument("--devices", type=int, default=64)
-    PARSER.add_argument("--depth", type=int, help="of the model's layers, so many")
-    PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="as of find_layers")
+    PARSER.add_argument("--depth", type=int, help="number of layers: the whole model's")
+    PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="passed to find_layers")
     PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "full"], default=[])
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
@@ -32,12 +34,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import kfac
 
-# Width, width of the MLP, layers, heads, words or classes, positions.
+# Width, MLP width, layers, heads, words or classes, positions.
 SIZES = {"llama": (4096, 11008, 32, 32, 32000, 2048), "vit": (1408, 6144, 40, 16, 1000, 256)}
 
 
 def model(name, depth=None):
-    """The loss, and shapes of parameters and of the batch of one example."""
+    """Return the loss function, the parameters' shapes, and a batch's shapes for a single example."""
     d, wide, layers, heads, outputs, positions = SIZES[name]
     layers, words = depth or layers, name == "llama"
     blocks: dict[str, tuple[int, ...]] = {key: (layers, d, d) for key in "qkvo"} | {
@@ -83,7 +85,10 @@ def of_examples(batch, n):
 
 
 def seeing(state, params):
-    """A state that knows how parameters are split, as `init` finds of arrays, but not of shapes on automatic axes."""
+    """Return `state` with the parameters' shardings.
+
+    `init` reads shardings from arrays, but not from shapes on automatic axes.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
 
@@ -96,7 +101,7 @@ def seeing(state, params):
 
 
 def compiled(loss, layers, params, batch, devices, which):
-    """Return the memory of a device in one step of SGD or K-FAC, without or with statistics and a refresh."""
+    """Compile the program `which` ("sgd", "step" or "full"); return its memory analysis."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def split(leaf):
@@ -129,7 +134,7 @@ def compiled(loss, layers, params, batch, devices, which):
             lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, state,
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )  # fmt: skip
-        if which == "sgd":  # momentum lies as the parameters do
+        if which == "sgd":  # momentum has the parameters' sharding
             lying = optax.tree.set(lying, trace=jax.tree.map(split, params))
         state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lying)
         return jax.jit(step, donate_argnums=(0, 1)).lower(own, state, data).compile().memory_analysis()

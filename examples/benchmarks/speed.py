@@ -1,14 +1,19 @@
-"""What K-FAC adds to a training step of ResNet-50, beside the step's own arithmetic, in one run.
+"""Measure the time that K-FAC adds to a training step of ResNet-50.
 
     python examples/benchmarks/speed.py --quick                       # the main figures: minutes, on a GPU or a CPU
-    python examples/benchmarks/speed.py                               # all of it
-    python examples/benchmarks/speed.py --sections inverses           # a part of it
+    python examples/benchmarks/speed.py                               # all sections
+    python examples/benchmarks/speed.py --sections inverses           # a single section
 
-Sections: `step` (whole steps of SGD with momentum and of K-FAC in each of its phases, compile time, temporary
-memory), `statistics` (ways to form `A` of a convolution, for the network's geometries), `inverses` (ways to invert, by
-dimension, and a whole refresh), `accuracy` (factors and update directions against float64). All that is compared is
-timed in turn, and medians are given. Writes `speed.json`, `speed.md` and `speed.png` to `--output`, after each section.
-On a GPU steps are of 256 images in bfloat16, on a CPU of 16 in float32.
+The sections are:
+
+- `step`: SGD with momentum, K-FAC in each phase, their compile times and temporary memory,
+- `statistics`: algorithms for a convolution's `A`, for the network's layer shapes,
+- `inverses`: algorithms for inverses by dimension, and a complete refresh,
+- `accuracy`: rounding errors in factors and update directions, relative to float64.
+
+Within a comparison, the calls alternate, and the script reports medians. After each section it writes `speed.json`,
+`speed.md` and `speed.png` to `--output`. On a GPU, steps use 256 images in bfloat16. On a CPU, steps use 16 images in
+float32.
 """
 
 import argparse
@@ -39,7 +44,7 @@ SECTIONS = ("inverses", "accuracy", "step", "statistics")
 
 
 def median_times(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call, all called in turn `repeats` times after a first round."""
+    """Return the median seconds of each call. After a warm-up round, the calls alternate for `repeats` rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
@@ -51,7 +56,7 @@ def median_times(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[s
 
 
 def peak_flops(dtype: str) -> float:
-    """Products of large square matrices, FLOP/s."""
+    """Return the FLOP/s in products of large square matrices."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: a @ a)
@@ -97,7 +102,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
 
     batch = (images, labels)
     layers = kfac.find_layers(loss_fn, variables["params"], batch)
-    # A tiny rate: a random network on noise is not to diverge while it is timed.
+    # With a tiny rate, a random network on noise does not diverge during the timing.
     rate = 1e-6
     every = options.inverse_update_period
 
@@ -162,7 +167,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
     if options.compile_only:
         return {"rows": compiled}
 
-    # The first step refreshes all; it is timed apart. The others until step `every` do not.
+    # The first step refreshes all inverses and is timed separately. The next refresh is at step `every`.
     refresh = []
     for _ in range(max(2, options.repeats // 2)):
         once_state["state"] = jax.jit(at_once.init)(once_state["params"])
@@ -207,7 +212,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
 
 
 def conv_statistics(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """`A` of a 3 x 3 convolution by each way, against the gradients of the convolution itself."""
+    """Time each algorithm for a convolution's `A` and the gradients of the same convolution."""
     rows = []
     for channels, size, stride in ((64, 4, 1), (128, 8, 1), (256, 16, 1), (512, 32, 1), (128, 4, 2), (3, 1, 2)):
         size = options.image_size // size
@@ -242,7 +247,7 @@ def inverses(options: argparse.Namespace) -> dict[str, Any]:
         matrix, near = candidates.factors_like(size, options.condition)
         calls = {name: functools.partial(jax.jit(way), matrix, near) for name, way in candidates.INVERSES.items()}
         if size > 1200:
-            calls.pop("eigh")  # minutes
+            calls.pop("eigh")  # takes minutes
         times = median_times(calls, max(3, options.repeats // 3))
         row: dict[str, Any] = {"dimension": size}
         exact = np.asarray(matrix[0], np.float64)
@@ -255,7 +260,7 @@ def inverses(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def full_refresh(options: argparse.Namespace) -> dict[str, float]:
-    """All inverses of ResNet-50: the package's refresh against `jnp.linalg.inv` of one factor after the other."""
+    """Time all inverses for ResNet-50: the package's inverse against `jnp.linalg.inv`."""
     sizes = candidates.resnet50_dimensions()
     times: dict[str, float] = {"kfac": 0.0, "jnp.linalg.inv": 0.0}
     ours = jax.jit(candidates.INVERSES["kfac"])
@@ -273,7 +278,7 @@ def full_refresh(options: argparse.Namespace) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table."""
 
     def text(value: Any) -> str:
         if value is None:
@@ -306,7 +311,7 @@ def report(results: dict[str, Any], output: pathlib.Path) -> None:
 
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Step times as bars, inverses as lines over the dimension."""
+    """Plot step times as bars, and inverse times as lines over the dimension."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -349,16 +354,16 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 def parse() -> argparse.Namespace:
     gpu = jax.default_backend() != "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the main rows; on a CPU of small images")
+    parser.add_argument("--quick", action="store_true", help="only the main rows; small images on a CPU")
     parser.add_argument("--image-size", type=int, help="height and width in pixels: 224, or 64 with --quick on a CPU")
     parser.add_argument("--batch", type=int, default=256 if gpu else 16, help="images in a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if gpu else "float32")
     parser.add_argument("--inverse-update-period", type=int, default=100, help="steps between refreshes")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each program")
     parser.add_argument("--condition", type=float, default=1e6, help="condition number of the matrices to invert")
-    parser.add_argument("--dimensions", type=int, nargs="+", help="of the matrices to invert: 64 to 4608")
-    parser.add_argument("--sections", choices=SECTIONS, nargs="+", help="what to measure: all")
-    parser.add_argument("--compile-only", action="store_true", help="section step: sizes and compilation, no timing")
+    parser.add_argument("--dimensions", type=int, nargs="+", help="dimensions of the matrices to invert: 64 to 4608")
+    parser.add_argument("--sections", choices=SECTIONS, nargs="+", help="sections to measure: all")
+    parser.add_argument("--compile-only", action="store_true", help="section step: sizes and compile times only")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/speed"), help="folder for results")
     options = parser.parse_args()
     options.image_size = options.image_size or (64 if options.quick and not gpu else 224)

@@ -1,4 +1,4 @@
-"""Training steps of whole networks, for what times them on a GPU (`gpu.py`) and what counts them without one."""
+"""Build training steps of whole networks, for `gpu.py` to time and for `h100_program.py` to count."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from vit import ViT, vit_b16
 
 AXIS = "devices"
 FIRST_ORDER = ("sgd", "adamw", "muon")
-# K-FAC has a plain step, a step with statistics of the whole batch, and two programs without a step: statistics of a
-# quarter of the examples, and a refresh of all inverses.
+# The K-FAC rows are a step without statistics, a step with the whole batch's statistics, and two programs that do not
+# train: `observe` takes statistics on a quarter of the examples, and `refresh` recomputes all inverses.
 ROWS = (*FIRST_ORDER, "without", "statistics", "observe", "refresh")
 INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.SOAP()}
 
 
 class Task(NamedTuple):
-    """A network to train: its loss, and the shapes of its parameters and of one device's batch."""
+    """A network to train: its loss, its parameters' shapes, and the shapes of a device's batch."""
 
     loss_fn: Callable[..., jax.Array]
     params: Any
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
 
 def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) -> Task:
-    """Cross-entropy of a network for images, in bfloat16; batch norm in training mode."""
+    """Return the task for an image network in bfloat16: the cross-entropy, with batch norm in training mode."""
     model: Any
     if sizes:
         network = ViT if arch.startswith("vit") else models.ResNet
@@ -61,13 +61,13 @@ def image_task(arch: str, images: int, size: int, classes: int, **sizes: Any) ->
 
 
 def language_task(sequences: int, model: Transformer) -> Task:
-    """The next token; factors of the vocabulary's size are diagonal."""
+    """Return the task for a language model. Factors with the vocabulary's size are diagonal."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     return Task(model.loss, params, jax.ShapeDtypeStruct((sequences, model.context + 1), jnp.int32))
 
 
 def task(name: str, options: argparse.Namespace) -> Task:
-    """The network called `name`, at full or `--small` size."""
+    """Return the task called `name`, at full or `--small` size."""
     if name == "gpt-124m":
         little = Transformer(512, context=32, width=64, layers=2, heads=2, tied=True)
         full = Transformer(50257, context=1024, width=768, layers=12, heads=12, tied=True)
@@ -84,7 +84,11 @@ def task(name: str, options: argparse.Namespace) -> Task:
 
 
 def first_order(row: str) -> optax.GradientTransformation:
-    """Optax's. Muon takes kernels as matrices, those of a scan one by one; tables, heads and vectors go to its Adam."""
+    """Return an optax optimizer.
+
+    Muon treats each kernel as a matrix, including each kernel in a scan's stack. Its Adam updates tables, heads and
+    vectors.
+    """
     if row == "sgd":
         return optax.sgd(0.1, momentum=0.9)
     if row == "adamw":
@@ -104,7 +108,7 @@ def first_order(row: str) -> optax.GradientTransformation:
 
 
 def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callable[..., Any], Any]:
-    """The step of a row, for each of `--devices`, and its optimizer."""
+    """Return a row's step, as it runs on each of `--devices`, and its optimizer."""
     axis = AXIS if options.devices > 1 else None
 
     def mean(tree: Any) -> Any:
@@ -153,7 +157,7 @@ def make_step(row: str, task: Task, options: argparse.Namespace) -> tuple[Callab
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table."""
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A vision transformer in flax linen, for measurements: parameters in float32, compute in a type of choice."""
+"""Define a vision transformer in flax linen for measurements, with float32 parameters and any compute dtype."""
 
 from functools import partial
 from typing import Any
@@ -9,10 +9,10 @@ from flax import linen as nn
 
 
 class ViT(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021) with fixed positions and the mean of its tokens for the head,
-    as in Beyer et al. 2022.
+    """A vision transformer (Dosovitskiy et al. 2021).
 
-    `train` and the batch norm of the residual networks have no meaning here.
+    Positions are fixed, and the head takes the mean over tokens, as in Beyer et al. 2022. `train` and `axis_name` have
+    no effect. They match the interface of the residual networks.
     """
 
     num_classes: int
@@ -46,7 +46,7 @@ class ViT(nn.Module):
 
 
 def sincos(height: int, width: int, channels: int) -> jax.Array:
-    """Sines and cosines of both coordinates of each patch."""
+    """Return sines and cosines of both coordinates for each patch."""
     frequency = 1 / 10_000 ** (jnp.arange(channels // 4) / (channels // 4 - 1))
     y, x = (axis.ravel()[:, None] * frequency for axis in jnp.mgrid[:height, :width])
     return jnp.concatenate([jnp.sin(x), jnp.cos(x), jnp.sin(y), jnp.cos(y)], 1)

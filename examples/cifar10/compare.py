@@ -1,15 +1,15 @@
-"""All of CIFAR-10: K-FAC as it comes beside tuned Muon, LARS and SGD, in steps and in seconds.
+"""Compare K-FAC's defaults with tuned Muon, LARS and SGD on CIFAR-10, in steps and in seconds.
 
     sh examples/imagenet/get_cifar10.sh data/cifar10
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method kfac --rate 0.1
     python examples/cifar10/compare.py run --data-dir data/cifar10 --method muon --rate 0.1
     python examples/cifar10/compare.py report
 
-A residual network of nine convolutions with batch norm, 50,000 training and 10,000 test images. "kfac" is what
-`kfac.train_step` does with nothing set: when statistics are due, a program of its own takes them from a quarter of the
-examples. The rate rises for a tenth of the steps and falls to zero from there. A run that was stopped goes on where it
-last wrote. `--horizon` is the steps that the schedule is made for. `report` draws the runs of one `--batch` and
-`--horizon`.
+The network is a residual network with nine convolutions and batch norm. The data are 50,000 training images and 10,000
+test images. The method "kfac" does the same as `kfac.train_step` with default options: when statistics are due, a
+separate program takes them from a quarter of the examples. The learning rate rises for a tenth of the steps, and then
+falls to zero. `--horizon` is the schedule's number of steps. A stopped run continues from its last save. `report`
+prints all runs, and draws the runs with the given `--batch` and `--horizon`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ import models  # noqa: E402
 from batches import AUGMENT, ArraySplit, Batch, Plan, prefetch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-MOMENTUM = 0.9  # of the averages of batch norm, as in `models.ResNet`
-SHARE = 4  # statistics are those of every so many-th example
+MOMENTUM = 0.9  # for batch-norm averages, as in `models.ResNet`
+SHARE = 4  # statistics use every fourth example
 LEVELS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 SETTINGS = {"momentum": 0.9, "weight_decay": 5e-4, "b2": 0.95}
-VECTORS = {"muon": 0.3, "lars": 3.0, "sgd": 1.0}  # the rate of biases and scales, of that of kernels
+VECTORS = {"muon": 0.3, "lars": 3.0, "sgd": 1.0}  # rate for biases and scales / rate for kernels
 
 
 class Network(nn.Module):
-    """ResNet-8 (He et al. 2015) whose first convolution has stride 2, and that is twice as wide."""
+    """ResNet-8 (He et al. 2015), but twice as wide, and with stride 2 in the first convolution."""
 
     width: int = 32
     stages: int = 3
@@ -66,14 +66,14 @@ class Network(nn.Module):
 
 
 def network(options: argparse.Namespace) -> Any:
-    """ResNet-18 is for a GPU: bfloat16, and the whole image through the first stage."""
+    """Return the model. ResNet-18 is for a GPU: it uses bfloat16, and its first stage sees the full resolution."""
     if options.network == "resnet8":
         return Network(options.width, 1 if options.toy else 3)
     return models.ResNet((2, 2, 2, 2), num_classes=10, width=options.width, stem="small", dtype=jnp.bfloat16)
 
 
 class Resident(ArraySplit):
-    """The same batches, of images that lie on the device: for a GPU, which is faster than what NumPy cuts out."""
+    """Make the same batches as `ArraySplit` from images on the device. A GPU crops faster than NumPy."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, **options: Any) -> None:
         super().__init__(images, labels, **options)
@@ -93,7 +93,7 @@ class Resident(ArraySplit):
         for number in range(len(plan)):
             rows, key = plan.indices(number), plan.key(number)
             assert key is not None
-            # The random numbers of `ArraySplit.load`, in its order.
+            # Draw the same random numbers as `ArraySplit.load`, in the same order.
             rng = np.random.default_rng([key[0], AUGMENT, key[1]])
             shifts = rng.integers(0, 2 * self.shift + 1, (2, len(rows), 1, 1))[:, :, 0, 0]
             mirrored = (rng.random((len(rows), 1, 1)) < 0.5)[:, 0, 0] & self.flip
@@ -102,7 +102,7 @@ class Resident(ArraySplit):
 
 
 class Programs:
-    """What a run of a method computes: compiled before the clock starts."""
+    """A run's programs, compiled before the clock starts."""
 
     def __init__(self, options: argparse.Namespace, shape: tuple[int, ...]) -> None:
         model, parts = network(options), options.parts
@@ -138,7 +138,7 @@ class Programs:
 
         def observe(carry: Any, images: Any, labels: Any) -> Any:
             params, averages, opt_state = carry
-            # The parts are as large as those of a step.
+            # The parts are as large as in a step.
             measure = in_parts(kfac.statistics(loss_fn, layers, has_aux=True), -(-parts // SHARE))
             factors = measure(params, averages, images[::SHARE], labels[::SHARE])
             return params, averages, kfac.observe(opt_state, factors)
@@ -151,7 +151,7 @@ class Programs:
             return (optax.apply_updates(params, updates), averages, opt_state), loss
 
         def normalised(params: Any, images: Any) -> Any:
-            """The means and variances that batch norm has for these images."""
+            """Return the batch-norm means and variances for these images."""
             none = jax.tree.map(jnp.zeros_like, averages)
             new = forward(params, none, images, train=True)[1]["batch_stats"]
             return jax.tree.map(lambda x: x / (1 - MOMENTUM), new)
@@ -171,7 +171,10 @@ class Programs:
         self.normalised, self.right = jax.jit(normalised), jax.jit(right)
 
     def accuracy(self, carry: Any, train: np.ndarray, images: np.ndarray, labels: np.ndarray) -> float:
-        """With averages of batch norm made anew: running ones lag behind where a tenth of the data is a step."""
+        """Return the accuracy on `images`, with new batch-norm averages from `train`.
+
+        Running averages lag behind if a tenth of the data is a batch.
+        """
         parts = [self.normalised(carry[0], train[k : k + 250]) for k in range(0, min(len(train), 2500), 250)]
         averages = jax.tree.map(lambda *x: sum(x) / len(x), *parts)
         chunks = [slice(k, k + 500) for k in range(0, len(labels), 500)]
@@ -184,7 +187,7 @@ class Programs:
 
 
 def toy() -> tuple[Any, Any]:
-    """Light and dark images, to try this out."""
+    """Return light and dark images, for a trial run."""
     labels = np.arange(120, dtype=np.int32) % 2
     pixels = np.random.default_rng(0).integers(0, 128, (120, 8, 8, 3)) + 127 * labels[:, None, None, None]
     images = pixels.astype(np.uint8)
@@ -234,7 +237,7 @@ def name_of(row: curves.Row) -> str:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Prints what each run took to each level, and draws those of this batch and horizon."""
+    """Print each run's steps and seconds to each accuracy level; draw the runs with this batch and horizon."""
     found = curves.read(options.results, name_of)
     shown = [level for level in LEVELS if any(curves.reached(curve, "accuracy", level) for curve in found.values())]
     print("| run | accuracy at its end | " + " | ".join(f"{level:.0%}" for level in shown) + " |")
@@ -258,7 +261,7 @@ def report(options: argparse.Namespace) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("step", "processor_seconds"), ("steps", "processor seconds"), strict=True):
-        colours: dict[str, str] = {}  # seeds of a method have one
+        colours: dict[str, str] = {}  # a method's seeds share a colour
         for curve in drawn:
             method = f"{curve[0]['method']} {curve[0]['rate']}"
             named = None if method in colours else method
@@ -278,22 +281,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"))
     parser.add_argument("--method", choices=["kfac", "muon", "lars", "sgd"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--weight-decay", type=float, help="5e-4 by default, as the methods have it: of gradients for "
-                        "SGD and LARS, decoupled for Muon; none for K-FAC, whose is decoupled, too")  # fmt: skip
+    parser.add_argument("--weight-decay", type=float, help="by default 5e-4, but none for K-FAC; SGD and LARS add "
+                        "it to the gradients, and Muon and K-FAC decouple it")  # fmt: skip
     parser.add_argument("--batch", type=int, default=5000)
-    parser.add_argument("--parts", type=int, default=20, help="micro-batches of a batch, of which each has its own "
+    parser.add_argument("--parts", type=int, default=20, help="micro-batches per batch; each has its own "
                         "batch-norm statistics")  # fmt: skip
     parser.add_argument("--horizon", type=int, default=120)
-    parser.add_argument("--stop", type=int, help="end here, before the horizon")
-    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the test images")
+    parser.add_argument("--stop", type=int, help="stop at this step, before the horizon")
+    parser.add_argument("--every", type=int, default=5, help="steps between evaluations on the test images")
     parser.add_argument("--network", choices=["resnet8", "resnet18"], default="resnet8")
-    parser.add_argument("--width", type=int, default=32, help="channels of the first stage")
-    parser.add_argument("--resident", action="store_true", help="the images lie on the device")
-    parser.add_argument("--toy", action="store_true", help="a hundred light and dark images, to try this out")
+    parser.add_argument("--width", type=int, default=32, help="channels in the first stage")
+    parser.add_argument("--resident", action="store_true", help="keep the images on the device")
+    parser.add_argument("--toy", action="store_true", help="a hundred light and dark images, for a trial run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="where runs are kept, to go on")
+    parser.add_argument("--output", type=Path, default=Path("runs/cifar10"), help="folder for saved runs")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
-    parser.add_argument("--figure", type=Path, default=HERE / "curves.png", help="what `report` draws")
+    parser.add_argument("--figure", type=Path, default=HERE / "curves.png", help="the figure that `report` writes")
     options = parser.parse_args(arguments)
     if options.batch % options.parts:
         parser.error(f"--parts {options.parts} does not divide --batch {options.batch}")
