@@ -1,7 +1,7 @@
-"""The deep autoencoder of the K-FAC papers, on scikit-learn's digits: K-FAC against Nesterov momentum and Adam.
+"""Train the K-FAC papers' deep autoencoder on scikit-learn's digits with K-FAC, Nesterov momentum and Adam.
 
-python examples/autoencoder/deep_autoencoder.py          # trains with all three, prints the comparison
-python examples/autoencoder/deep_autoencoder.py --tune   # the search that the settings come from
+python examples/autoencoder/deep_autoencoder.py          # train with all three and print the comparison
+python examples/autoencoder/deep_autoencoder.py --tune   # search the settings
 """
 
 import sys
@@ -44,7 +44,7 @@ GRIDS: dict[str, comparison.Grid] = {
 
 
 def init(key: jax.Array, widths: tuple[int, ...]) -> Params:
-    """Layers of these widths down to the code and up again; kernels with variance 1 / d_in."""
+    """Return layers with these widths down to the code and up again. Kernels have variance 1 / d_in."""
     widths = widths + widths[-2::-1]
     keys = jax.random.split(key, len(widths) - 1)
     return [
@@ -54,7 +54,7 @@ def init(key: jax.Array, widths: tuple[int, ...]) -> Params:
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:
-    """Tanh everywhere but for the code, which is linear, and the output."""
+    """Return the output's logits. All layers use tanh, except for the code and the output."""
     x = images
     for k, layer in enumerate(params, 1):
         x = x @ layer["kernel"] + layer["bias"]
@@ -63,13 +63,16 @@ def logits(params: Params, images: jax.Array) -> jax.Array:
 
 
 def loss(params: Params, images: jax.Array) -> jax.Array:
-    """Mean over images of `-log p`: a Bernoulli variable for each pixel, whose grey value is its target."""
+    """Return the mean of `-log p` over images.
+
+    Each pixel is a Bernoulli variable with the grey value as its target.
+    """
     out = kfac.mark_output(logits(params, images), "bernoulli")
     return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(out, images), axis=-1))
 
 
 def squared_error(params: Params, images: jax.Array) -> jax.Array:
-    """The error that the papers report: squared, summed over pixels, mean over images."""
+    """Return the papers' error: the squared error, summed over pixels and averaged over images."""
     return jnp.mean(jnp.sum((jax.nn.sigmoid(logits(params, images)) - images) ** 2, axis=-1))
 
 
@@ -87,7 +90,7 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
 
 
 def make(widths: tuple[int, ...] = (64, 200, 100, 50, 6)) -> comparison.Task:
-    """All 1,797 images in every batch: no noise but that of the sampled statistics."""
+    """Return the task. Every batch has all 1,797 images, so only the sampled statistics are noisy."""
     images = jnp.asarray(load_digits().data / 16, jnp.float32)
     return comparison.Task(
         init=lambda key: init(key, widths),

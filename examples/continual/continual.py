@@ -1,6 +1,6 @@
-"""Two tasks one after the other: a penalty of Kronecker form against forgetting the first.
+"""Learn two tasks in sequence, with a Kronecker-factored penalty against forgetting the first task.
 
-python examples/continual/continual.py    # a table, and docs/continual.png
+python examples/continual/continual.py    # print a table, and draw docs/continual.png
 """
 
 import functools
@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import kfac
 
 Batch = tuple[jax.Array, jax.Array]
-STRENGTHS = 10.0 ** np.arange(-1, 4.5, 0.5)  # of the penalty; 1 is the posterior's own
+STRENGTHS = 10.0 ** np.arange(-1, 4.5, 0.5)  # of the penalty; 1 matches the posterior
 
 
 def init(key: jax.Array, widths: tuple[int, ...]) -> list[dict[str, jax.Array]]:
@@ -43,7 +43,7 @@ def accuracy(params: Any, batch: Batch) -> jax.Array:
 
 
 def tasks(seed: int, train: int) -> list[tuple[Batch, Batch]]:
-    """Digits, and digits with their pixels in another order: images to learn from, and to test."""
+    """Return training and test images for two tasks: digits, and digits with permuted pixels."""
     data, rng = load_digits(), np.random.default_rng(seed)
     order = rng.permutation(len(data.target))
     y = jnp.asarray(data.target[order])
@@ -55,7 +55,10 @@ def tasks(seed: int, train: int) -> list[tuple[Batch, Batch]]:
 
 
 def penalty(params: Any, anchor: Any, curvature: Any) -> jax.Array:
-    """Half the change from `anchor` in the metric of a matrix, which is a tree if it is diagonal."""
+    """Return half the squared change from `anchor` in the metric of `curvature`.
+
+    A diagonal `curvature` is a tree.
+    """
     change = jax.tree.map(jnp.subtract, params, anchor)
     product = (
         curvature @ change if isinstance(curvature, kfac.curvature.BlockOperator) else optax.tree.mul(curvature, change)
@@ -65,7 +68,10 @@ def penalty(params: Any, anchor: Any, curvature: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def fit(params: Any, batch: Batch, curvature: Any, strength: float, steps: int) -> Any:
-    """Adam on all images; with a curvature, strength times the penalty around where it begins."""
+    """Train with Adam on all images.
+
+    If `curvature` is not None, the loss includes `strength` times the penalty around the initial parameters.
+    """
     tx, anchor = optax.adam(optax.cosine_decay_schedule(3e-3, steps)), params
 
     def objective(p):
@@ -80,7 +86,7 @@ def fit(params: Any, batch: Batch, curvature: Any, strength: float, steps: int) 
 
 
 def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
-    """Of the loss of the first task, at its end: the Kronecker form, its diagonal, and the identity."""
+    """Return the first task's curvature in Kronecker form, its diagonal, and a scaled identity."""
     layers = kfac.find_layers(loss, params, batch)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 100], batch) for k in range(0, len(batch[1]), 100)]
     factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
@@ -93,7 +99,7 @@ def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
 def run(
     train: int = 1000, hidden: int = 64, steps: int = 500, seeds: int = 3, picture: Path | None = None
 ) -> dict[str, np.ndarray]:
-    """Accuracies `[strengths, seeds, 2]` on the first and the second task after both, by penalty."""
+    """Return the accuracies on both tasks after training, by penalty: `[strengths, seeds, 2]`."""
     found: dict[str, Any] = {}
     for seed in range(seeds):
         (first, test), (second, other) = tasks(seed, train)
@@ -115,7 +121,7 @@ def run(
 
 
 def best(accuracies: np.ndarray) -> int:
-    """The strength with the highest mean of both tasks."""
+    """Return the index of the strength with the highest mean accuracy over both tasks."""
     return int(np.argmax(accuracies.mean((1, 2))))
 
 

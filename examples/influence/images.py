@@ -1,6 +1,6 @@
-"""Which training images a prediction rests on, checked by leaving images out and training again.
+"""Find the training images that support a prediction, and check the result by retraining without them.
 
-python examples/influence/images.py    # a table, and docs/influence.png
+python examples/influence/images.py    # print a table, and draw docs/influence.png
 """
 
 import functools
@@ -45,7 +45,7 @@ def loss(params: Any, batch: Batch) -> jax.Array:
 
 
 def log_odds(params: Any, batch: Batch) -> jax.Array:
-    """Of the right class: what is measured of a prediction."""
+    """Return the log odds of the right class, which measure a prediction."""
     logits, label = network(params, batch[0]), batch[1][:, None]
     others = jnp.where(jnp.arange(logits.shape[-1]) == label, -jnp.inf, logits)
     return jnp.take_along_axis(logits, label, -1)[:, 0] - jax.nn.logsumexp(others, -1)
@@ -53,7 +53,10 @@ def log_odds(params: Any, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def fit(params: Any, batch: Batch, kept: jax.Array, steps: int) -> Any:
-    """On the images with a 1 in `kept`, all of them in every step: what comes out depends on nothing else."""
+    """Train on the images with a 1 in `kept`.
+
+    Every step uses all these images, so the result depends only on the arguments.
+    """
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, steps))
 
     def objective(p):
@@ -71,7 +74,7 @@ def run(
     images: int = 300, hidden: int = 16, steps: int = 1000, subsets: int = 100, share: float = 0.3, queries: int = 20,
     seeds: int = 4, picture: Path | None = None,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Rank correlations, for every query, of what is predicted for the subsets left out with what came of them."""
+    """Return each query's rank correlation between predicted and measured changes over the left-out subsets."""
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     x, y = jnp.asarray(x[order] / 16, jnp.float32), jnp.asarray(y[order])
@@ -102,7 +105,7 @@ def run(
         return np.array([spearmanr(a, b).statistic for a, b in zip(first.T, second.T, strict=True)])
 
     result = {name: ranks((1 - kept) @ scores.T, changes.mean(0)) for name, scores in found.items()}
-    # No prediction can agree with the mean of all starts much better than one half of them with the other.
+    # Roughly an upper bound for predictions: the agreement between two halves of the initial weights.
     result["retraining, half of the starts"] = ranks(changes[::2].mean(0), changes[1::2].mean(0))
     if picture:
         draw(batch, query, found["EK-FAC"], (1 - kept) @ found["EK-FAC"].T, changes.mean(0), picture)
@@ -112,7 +115,7 @@ def run(
 def draw(
     batch: Batch, query: Batch, scores: np.ndarray, predicted: np.ndarray, changes: np.ndarray, path: Path
 ) -> None:
-    """All the subsets, and for three predictions the images that speak for and against them the most."""
+    """Draw all subsets, and for three predictions the images that speak most for and against them."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1, 1.7))
     left, right = parts
@@ -123,7 +126,7 @@ def draw(
     shown = 4
     grid = right.subplots(3, 1 + 2 * shown)
     for k, row in enumerate(grid):
-        # What leaving it out would take away is what it gives.
+        # An image speaks for the prediction if the prediction falls without the image.
         best = np.argsort(scores[k])
         pictures = [(query, k), *((batch, i) for i in (*best[:shown], *best[: -shown - 1 : -1]))]
         for cell, ((x, y), i) in zip(row, pictures, strict=True):

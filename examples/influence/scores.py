@@ -1,4 +1,4 @@
-"""Influence functions: what leaving a training example out would do to a number, without training again."""
+"""Compute influence functions: the effect of leaving a training example out, without retraining."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ import kfac
 def curvature(
     loss: Callable, params: Any, batches: Sequence[Any], decay: float, **options: Any
 ) -> dict[str, kfac.curvature.BlockOperator]:
-    """The curvature of `loss(params, batch) + decay / 2 |params|^2`, as EK-FAC and as K-FAC have it."""
+    """Return the EK-FAC and K-FAC curvature of `loss(params, batch) + decay / 2 |params|^2`."""
     layers = kfac.find_layers(loss, params, batches[0])
     factors = kfac.curvature.estimate_factors(loss, layers, params, batches, **options)
     basis = kfac.curvature.eigenbasis(factors, layers)
@@ -26,7 +26,7 @@ def curvature(
 
 
 def gradients(fn: Callable, params: Any, rows: Any) -> jax.Array:
-    """Of `fn(params, row)` for every row, a batch of one: `[rows, parameters]`."""
+    """Return the gradient of `fn(params, row)` for every row: `[rows, parameters]`. Each row is a separate batch."""
 
     def one(row):
         return ravel_pytree(jax.grad(lambda p: jnp.sum(fn(p, jax.tree.map(lambda x: x[None], row))))(params))[0]
@@ -37,10 +37,16 @@ def gradients(fn: Callable, params: Any, rows: Any) -> jax.Array:
 def influence(
     operator: kfac.curvature.BlockOperator | None, params: Any, measured: jax.Array, examples: jax.Array
 ) -> np.ndarray:
-    """How much each measure grows when an example is left out: `[measures, examples]`, from gradients of both.
+    """Return how much each measure grows if an example is left out: `[measures, examples]`.
 
-    Without the example its gradient is missing from the mean, and the minimum moves by `H^-1 gradient / n` (Cook &
-    Weisberg 1982; Koh & Liang 2017). Without an operator, the product of the gradients alone.
+    If an example's gradient is missing from the mean, the minimum moves by `H^-1 gradient / n` (Cook & Weisberg 1982;
+    Koh & Liang 2017). If `operator` is None, the result is the product of the gradients.
+
+    Args:
+      operator: the curvature `H`.
+      params: the parameters at the minimum.
+      measured: the gradient of each measure.
+      examples: the gradient of each example's loss.
     """
     if operator is not None:
         unravel, preconditioner = ravel_pytree(params)[1], operator.inv()

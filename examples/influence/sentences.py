@@ -1,4 +1,4 @@
-"""Which sentences a character model's completion rests on, checked by leaving sentences out and training again.
+"""Find the sentences that support a character model's completion, and check the result by retraining.
 
 python examples/influence/sentences.py
 """
@@ -28,7 +28,10 @@ BATCH = 64
 
 
 def sentences(length: int) -> np.ndarray:
-    """Beginnings of sentences of Python's documentation that are mostly letters, shuffled: `[sentences, length]`."""
+    """Return shuffled sentence beginnings from Python's documentation: `[sentences, length]`.
+
+    Only sentences that are mostly letters are included.
+    """
     text = " ".join(topics.text().split())
     begun = [s[:length] for s in re.split(r"(?<=[.:;]) (?=[A-Z])", text) if len(s) >= length]
     plain = sorted({s for s in begun if sum(c.isalpha() or c == " " for c in s) > 0.9 * length})
@@ -40,14 +43,17 @@ def read(row: Any) -> str:
 
 
 def surprise(model: Transformer, params: Params, tokens: jax.Array) -> jax.Array:
-    """`-log p` of every character but the first: `[sentences, length - 1]`."""
+    """Return `-log p` for every character except the first: `[sentences, length - 1]`."""
     logits = kfac.mark_output(model.logits(params, tokens[:, :-1]), "categorical")
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="steps")
 def fit(model: Transformer, key: jax.Array, text: jax.Array, kept: jax.Array, steps: int) -> Params:
-    """On the sentences with a 1 in `kept`; the others are missing from the batches, which are the same for all."""
+    """Train on the sentences with a 1 in `kept`.
+
+    All calls use the same batches. Other sentences have zero weight in them.
+    """
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps))
     params, epochs = model.init(key), -(-steps * BATCH // len(text))
     order = jax.vmap(lambda k: jax.random.permutation(k, len(text)))(jax.random.split(key, epochs))
@@ -64,7 +70,7 @@ def fit(model: Transformer, key: jax.Array, text: jax.Array, kept: jax.Array, st
 
 
 def complete(model: Transformer, params: Params, prompts: jax.Array, length: int) -> jax.Array:
-    """With the most likely character every time."""
+    """Complete the prompts with the most likely character at each position."""
     tokens = jnp.pad(prompts, [(0, 0), (0, length - prompts.shape[1])])
 
     def put(k, tokens):
@@ -77,7 +83,10 @@ def run(
     count: int = 256, length: int = 33, width: int = 32, steps: int = 300, queries: int = 6, seeds: int = 2,
     share: float = 0.1, passes: int = 4,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """For every completion, how its log probability changes without the sentences that speak for it, and others."""
+    """Return each completion's change in log probability after retraining without chosen sentences.
+
+    The chosen sentences speak for the completion, speak against it, or are random.
+    """
     everything = jnp.asarray(sentences(length))
     text, prompts = everything[:count], everything[count : count + queries, : length // 2]
     model = Transformer(len(topics.ALPHABET), length - 1, width, layers=1, heads=2, dtype="float32")
@@ -92,7 +101,7 @@ def run(
     found: dict[str, Any] = {}
     for params in trained:
         measured, examples = gradients(measure, params, query), gradients(losses, params, text)
-        # An example is a sentence: its log probability is the sum over its characters.
+        # Each example is a sentence. Its log probability is the sum over its characters.
         options = {"fisher": "sampled", "key": jax.random.key(0), "num_examples": min(BATCH, count)}
         operators: dict[str, Any] = curvature(loss, params, batches, DECAY, **options)
         for name, operator in (operators | {"gradients alone": None}).items():
@@ -123,8 +132,8 @@ def run(
 if __name__ == "__main__":
     rows = run()
     for r in rows:
-        print(f"{r['prompt']!r} -> {r['completion']!r}, above all for {r['sentence']!r}")
-    print("| left out | mean | of each completion |")
+        print(f"{r['prompt']!r} -> {r['completion']!r}, supported most by {r['sentence']!r}")
+    print("| left out | mean | each completion |")
     for name in [name for name, value in rows[0].items() if not isinstance(value, str)]:
         values = [r[name] for r in rows]
         print(f"| {name} | {np.mean(values):.1f} | {', '.join(f'{v:.1f}' for v in values)} |")

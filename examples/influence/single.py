@@ -1,6 +1,6 @@
-"""Influence of single examples, by blocks and by the whole matrix, checked by leaving each out and training on.
+"""Compute the influence of single examples by blocks and by the whole matrix, and check it by further training.
 
-python examples/influence/single.py    # a table: Spearman's correlation, the mean of 20 predictions
+python examples/influence/single.py    # print Spearman's correlation, averaged over 20 predictions
 """
 
 import functools
@@ -23,7 +23,10 @@ DECAY, EXAMPLES, QUERIES = 1e-2, 60, 20
 
 
 def regression() -> tuple[Any, Any, Any, Callable, Callable]:
-    """What another such network makes of four numbers, with noise; measured is the prediction."""
+    """Return a regression problem with four inputs. The measure is the prediction.
+
+    The targets are the noisy outputs of another network with the same sizes.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES + QUERIES, 4))
     y = np.asarray(network(init(jax.random.key(1), (4, 10, 1)), jnp.asarray(x))) + 0.1 * rng.normal(size=(len(x), 1))
@@ -35,7 +38,10 @@ def regression() -> tuple[Any, Any, Any, Callable, Callable]:
 
 
 def digits() -> tuple[Any, Any, Any, Callable, Callable]:
-    """Four digits by their eight principal components; measured is the log odds of the right class."""
+    """Return the problem of classifying four digits by eight principal components.
+
+    The measure is the log odds of the right class.
+    """
     x, y = load_digits(n_class=4, return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))[: EXAMPLES + QUERIES]
     x = (x[order] - x.mean(0)) @ np.linalg.svd(x - x.mean(0), full_matrices=False)[2][:8].T / 16
@@ -52,7 +58,10 @@ def digits() -> tuple[Any, Any, Any, Callable, Callable]:
 
 
 def minimum(objective: Callable, flat: jax.Array, steps: int) -> jax.Array:
-    """By Newton's method, with the absolute eigenvalues of the Hessian, and the best of eight lengths."""
+    """Find the minimum by Newton's method.
+
+    Each step uses the Hessian's absolute eigenvalues and the best of eight step lengths.
+    """
 
     def step(flat, _):
         values, vectors = jnp.linalg.eigh(jax.hessian(objective)(flat))
@@ -64,7 +73,7 @@ def minimum(objective: Callable, flat: jax.Array, steps: int) -> jax.Array:
 
 
 def run(problem: Callable, steps: int = 300) -> dict[str, float]:
-    """Spearman's correlation of what is predicted for each example with what came of leaving it out."""
+    """Return Spearman's correlation between predicted and measured changes for the left-out examples."""
     params, x, y, losses, measure = problem()
     batch, query = (x[:EXAMPLES], y[:EXAMPLES]), (x[EXAMPLES:], y[EXAMPLES:])
     loss = lambda p, batch: losses(p, batch).mean()  # noqa: E731

@@ -1,7 +1,7 @@
-"""A character-level transformer on Python's own documentation: K-FAC against AdamW, both tuned.
+"""Train a character-level transformer on Python's documentation with tuned K-FAC and tuned AdamW.
 
-python examples/language_model/char_transformer.py          # trains with both, prints the comparison
-python examples/language_model/char_transformer.py --tune   # the search that the settings come from
+python examples/language_model/char_transformer.py          # train with both and print the comparison
+python examples/language_model/char_transformer.py --tune   # search the settings
 """
 
 import sys
@@ -57,14 +57,17 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
 
 
 def make(model: Transformer | None = None, sequences: int = 64, parts: int = 4) -> comparison.Task:
-    """`sequences` stretches of the training text to a batch; validation on `parts` batches of the other text."""
+    """Return the task. A batch has `sequences` stretches of training text.
+
+    Validation uses `parts` batches of held-out text.
+    """
     model = model or Transformer(vocabulary=len(topics.ALPHABET))
     train, held_out = topics.tokens()
     length = model.context + 1
     rows = jnp.asarray(held_out[: parts * sequences * length].reshape(parts, sequences, length))
 
     def batch(seed: int, step: int) -> jax.Array:
-        """Stretches that begin anywhere: a function of seed and step alone."""
+        """Return stretches at random positions, which depend only on the seed and the step."""
         begin = np.random.default_rng((seed, step)).integers(0, len(train) - length + 1, sequences)
         return jnp.asarray(train[begin[:, None] + np.arange(length)])
 

@@ -1,13 +1,13 @@
-"""A language model of 5 million parameters on Python sources: K-FAC as it comes beside tuned Muon and AdamW.
+"""Train a 5-million-parameter language model on Python sources with default K-FAC, tuned Muon and tuned AdamW.
 
-    python examples/language_model/decoder.py run --method kfac --rate 0.1        # the same again goes on
+    python examples/language_model/decoder.py run --method kfac --rate 0.1        # repeat it to continue the run
     python examples/language_model/decoder.py run --method muon --rate 0.06 --horizon 40
     python examples/language_model/decoder.py report
 
-"kfac" is `kfac.train_step(loss, schedule)` and nothing else. `--hidden 0.2` adds `layer_multipliers={"Dense_": 0.2}`,
-which slows the kernels of the blocks. In the results, "kfac 0.3" is version 0.3. The rate rises for a tenth of
-the steps and falls to zero from there, for all. `--horizon` is the number of steps that the schedule is made for. The
-text is that of `sources.py`.
+"kfac" is `kfac.train_step(loss, schedule)` with default options. `--hidden 0.2` adds
+`layer_multipliers={"Dense_": 0.2}`, which slows the blocks' kernels. In the results, "kfac 0.3" is version 0.3. For all
+methods, the rate rises for a tenth of the steps and then falls to zero. `--horizon` is the schedule's length in steps.
+The text comes from `sources.py`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import kfac  # noqa: E402
 import methods  # noqa: E402
 import sources  # noqa: E402
 
-SIZES = {"1M": (128, 3), "5M": (256, 5), "toy": (16, 1)}  # width and blocks
-CONTEXT, HEAD = 128, 64  # positions, and the width of a head
-BY_ADAM = "Embed", "positions", "head"  # what Muon leaves to Adam, beside vectors
+SIZES = {"1M": (128, 3), "5M": (256, 5), "toy": (16, 1)}  # width, block count
+CONTEXT, HEAD = 128, 64  # context length, head width
+BY_ADAM = "Embed", "positions", "head"  # parameters that Muon leaves to Adam, in addition to vectors
 
 
 class Decoder(nn.Module):
-    """A causal transformer with the norm before each part (Radford et al. 2019), its head a kernel of its own."""
+    """Predict tokens with a causal pre-norm transformer (Radford et al. 2019), whose head has a separate kernel."""
 
     vocabulary: int
     width: int
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
 
 
 def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """Kernels by Muon; tables, the head and vectors by Adam at 0.3 of its rate."""
+    """Return Muon for kernels. Adam trains tables, the head and vectors at 0.3 times the rate."""
 
     def dimensions(params: Any) -> Any:
         def of(path: Any, leaf: Any) -> Any:
@@ -89,7 +89,10 @@ def first_order(loss_fn: Any, tx: optax.GradientTransformation) -> tuple[Callabl
 
 
 class Seconds:
-    """Processor seconds of steps. A kind of step is compiled in its first call, which counts as much as its second."""
+    """Add up processor seconds of steps, without compilation.
+
+    The first step of each kind includes compilation, so it counts as much as the second step.
+    """
 
     def __init__(self, spent: float) -> None:
         self.spent, self.compiling, self.first = spent, 0.0, dict[bool, float]()
@@ -117,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
         return tokens[begin[:, None] + np.arange(CONTEXT + 1)].astype(np.int32)
 
     def batch(number: int) -> np.ndarray:
-        """Stretches of the text that begin anywhere: a function of seed and step alone."""
+        """Return stretches of text at random positions, which depend only on the seed and the step."""
         rng = np.random.default_rng((options.seed, number))
         return rows(text.train, rng.integers(0, len(text.train) - CONTEXT, options.sequences))
 
@@ -161,18 +164,21 @@ def run(options: argparse.Namespace) -> None:
 
 
 def by_run(path: Path) -> dict[tuple[Any, ...], list[curves.Row]]:
-    """The rows of each run, by its size, tokens of a batch, steps, method, rate, that of hidden kernels, and seed."""
+    """Return the rows of each run.
+
+    The keys are size, tokens per batch, steps, method, rate, multiplier for hidden kernels, and seed.
+    """
     names = "horizon", "method", "rate", "hidden", "seed"
 
     def key(row: curves.Row) -> tuple[Any, ...]:
-        row = {"hidden": 1.0, **row}  # which older rows have not
+        row = {"hidden": 1.0, **row}  # older rows have no "hidden"
         return row["size"], row["sequences"] * CONTEXT, *(row[name] for name in names)
 
     return dict(sorted(curves.read(path, key).items()))
 
 
 def report(options: argparse.Namespace) -> None:
-    """Prints how each run ended, and draws those with the longest schedule of each network and batch."""
+    """Print the last row of each run, and draw the longest schedule's runs for each network and batch size."""
     found = by_run(options.results)
     print("| network | tokens of a batch | steps | method | rate | hidden | loss | processor s | compiling s |")
     print("|---" * 9 + "|")
@@ -209,18 +215,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--method", choices=["kfac", "muon", "adamw"], default="kfac")
     parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--hidden", type=float, default=1.0, help="kfac: times the rate, for kernels but the head's")
-    parser.add_argument("--size", choices=SIZES, default="5M", help="of the network, in parameters")
-    parser.add_argument("--sequences", type=int, default=16, help=f"of {CONTEXT} tokens, in a batch")
+    parser.add_argument(
+        "--hidden", type=float, default=1.0, help="kfac: multiplier of the rate for all kernels except the head"
+    )
+    parser.add_argument("--size", choices=SIZES, default="5M", help="number of parameters")
+    parser.add_argument("--sequences", type=int, default=16, help=f"sequences of {CONTEXT} tokens per batch")
     parser.add_argument("--horizon", type=int, default=150)
-    parser.add_argument("--stop", type=int, help="end here, before the horizon")
-    parser.add_argument("--every", type=int, default=10, help="steps between two looks at the validation text")
+    parser.add_argument("--stop", type=int, help="last step, if it is before the horizon")
+    parser.add_argument("--every", type=int, default=10, help="steps between two validations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=Path, default=Path("runs/language_model/tokens.npz"),
-                        help="where the text is kept as tokens")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=Path("runs/language_model"), help="where runs are, to go on")
+                        help="file for the text as tokens")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/language_model"),
+        help="folder for the states of runs, from which they continue",
+    )
     parser.add_argument("--results", type=Path, default=HERE / "decoder.jsonl")
-    parser.add_argument("--figure", type=Path, default=HERE / "decoder.png", help="what `report` draws")
+    parser.add_argument(
+        "--figure", type=Path, default=HERE / "decoder.png", help="file for the figure that `report` draws"
+    )
     options = parser.parse_args(arguments)
     if options.hidden != 1 and options.method != "kfac":
         parser.error(f"--hidden {options.hidden} is for --method kfac")

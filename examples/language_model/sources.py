@@ -1,9 +1,9 @@
-"""A text of tens of megabytes that is there already: the Python sources of the standard library and of some packages.
+"""Tokenize tens of megabytes of local text: the Python sources in the standard library and in some packages.
 
-python examples/language_model/sources.py runs/language_model/tokens.npz    # how much it is, and its checksum
+python examples/language_model/sources.py runs/language_model/tokens.npz    # print the size and the checksum
 
-Subwords are learned from the training part by byte pair encoding (Sennrich et al. 2016). Validation is on whole files,
-one in fifty, chosen by the checksum of their names.
+Byte pair encoding (Sennrich et al. 2016) learns the subwords from the training part. About every fiftieth file is for
+validation, chosen by the checksum of its name.
 """
 
 import hashlib
@@ -23,13 +23,16 @@ import numpy as np
 PACKAGES = ("flax", "jax", "matplotlib", "numpy", "optax", "scikit-learn", "scipy")
 TESTS = re.compile(r"(^|/)(_?tests?/|test_|[^/]*_test/)|(^|/)site-packages/.*/site-packages/")
 WORD = re.compile(rb" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
-ONE_IN = 50  # so many files one is for validation
-LEARNED_FROM = 40_000  # words, the most frequent ones
+ONE_IN = 50  # 1 / ONE_IN of the files are for validation
+LEARNED_FROM = 40_000  # this many most frequent words
 Pair = tuple[int, int]
 
 
 class Text(NamedTuple):
-    """Tokens uint16; `checksum` is of names and contents of all files, and `pieces` are the bytes of each token."""
+    """Hold the text as uint16 tokens.
+
+    `pieces` has each token's bytes. `checksum` covers the names and contents of all files.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
@@ -40,7 +43,7 @@ class Text(NamedTuple):
 
 
 def files() -> dict[str, Path]:
-    """Sources by package and path, without tests."""
+    """Return the source files by package and path, without tests."""
     library = Path(sysconfig.get_path("stdlib"))
     found = {f"python/{path.relative_to(library).as_posix()}": path for path in library.rglob("*.py")}
     found = {name: path for name, path in found.items() if not name.startswith("python/site-packages/")}
@@ -52,7 +55,7 @@ def files() -> dict[str, Path]:
 
 
 def merged(word: list[int], pair: Pair, new: int) -> list[int]:
-    """The word with `new` for each occurrence of the pair."""
+    """Replace each occurrence of the pair in the word by `new`."""
     out: list[int] = []
     for piece in word:
         if out and (out[-1], piece) == pair:
@@ -63,7 +66,10 @@ def merged(word: list[int], pair: Pair, new: int) -> list[int]:
 
 
 def learn(words: Counter[bytes], size: int) -> dict[Pair, int]:
-    """Pairs in the order in which they become one token, and its number: `size` tokens with the 256 bytes."""
+    """Return the merged pairs in order, with the number of the token that each pair becomes.
+
+    The vocabulary has `size` tokens, including the 256 bytes.
+    """
     spelled = [list(word) for word, _ in words.most_common(LEARNED_FROM)]
     times = [count for _, count in words.most_common(LEARNED_FROM)]
     pairs: Counter[Pair] = Counter()
@@ -106,7 +112,7 @@ def encode(text: Iterable[bytes], merges: dict[Pair, int], word: re.Pattern[byte
 
 
 def tokens(kept: Path, size: int = 2048) -> Text:
-    """The text as tokens, made once and kept in the file `kept`."""
+    """Return the text as tokens. The first call stores them in the file `kept`."""
     if not kept.is_file():
         text = {name: path.read_bytes() for name, path in files().items()}
         checksum = hashlib.sha256()

@@ -1,6 +1,8 @@
-"""The character-level transformer with one table for its input and its output: its block, and skipping the table.
+"""Compare a block for a tied table with skipping the table, in a character-level transformer.
 
 python examples/language_model/tied_table.py --steps 60
+
+The transformer uses the same table for its input and its output.
 """
 
 import argparse
@@ -25,7 +27,7 @@ WARMUP = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Tied(Transformer):
-    """The kernel of the head is the table of characters, transposed."""
+    """Use the transposed table of characters as the head's kernel."""
 
     def init(self, key: jax.Array) -> Params:
         params = super().init(key)
@@ -37,7 +39,7 @@ class Tied(Transformer):
 
 
 def train(skip: tuple[str, ...], steps: int) -> list[float]:
-    """The validation loss after `steps` steps, for each of the learning rates."""
+    """Train for `steps` steps, and return the validation loss for each learning rate."""
     model = Tied(vocabulary=len(topics.ALPHABET))
     task = char_transformer.make(model)
     first = model.init(jax.random.key(0))

@@ -1,4 +1,4 @@
-"""The text: the documentation that comes with Python, `pydoc_data.topics`, as lines of printable ASCII."""
+"""Read the documentation that comes with Python, `pydoc_data.topics`, as lines of printable ASCII."""
 
 import platform
 import re
@@ -8,22 +8,22 @@ import numpy as np
 
 from comparison import UserError
 
-# The newline and everything from the space to the tilde.
+# The newline and all characters from the space to the tilde.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 # Quotation marks, dashes and the ellipsis.
 MARKS = "\u2018\u2019\u201c\u201d\u2013\u2014\u2026"
 PLAIN = str.maketrans(dict(zip(MARKS, ["'", "'", '"', '"', "-", "-", "..."], strict=True)))
-# CPython 3.11 has 373,000 characters, 3.13 414,000.
+# CPython 3.11 has 373,000 characters, and 3.13 has 414,000.
 SMALLEST = 300_000
 
 
 def text() -> str:
-    """Every paragraph of every topic once, topics by name: some topics hold whole others."""
+    """Return the text with every paragraph once, sorted by topic. Some topics contain whole other topics."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise UserError(f"this Python ({platform.python_version()}) comes without pydoc_data.topics; the text is "
-                        "that of CPython's own documentation") from error  # fmt: skip
+                        "CPython's documentation, so use CPython") from error  # fmt: skip
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
         for paragraph in re.split(r"\n\s*\n", topics[name]):
@@ -39,7 +39,7 @@ def text() -> str:
 
 
 def tokens(block: int = 4096) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation text as numbers of characters: of every ten blocks of text the last is validation."""
+    """Return the training and validation text as character numbers. Every tenth block is for validation."""
     code = {character: number for number, character in enumerate(ALPHABET)}
     numbers = np.array([code[character] for character in text()], np.int32)
     blocks = np.split(numbers, range(block, len(numbers), block))

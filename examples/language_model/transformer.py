@@ -1,4 +1,7 @@
-"""A causal transformer in bare jax.numpy: stacked weights under `lax.scan`, `jax.checkpoint`, compute in bfloat16."""
+"""Define a causal transformer in plain jax.numpy.
+
+It uses stacked weights under `lax.scan`, `jax.checkpoint` and bfloat16 computation.
+"""
 
 import dataclasses
 from typing import Any
@@ -14,7 +17,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """Sizes of the network, and the type in which it computes; its parameters are float32 always."""
+    """Hold the network's sizes and computation type. The parameters are always float32."""
 
     vocabulary: int
     context: int = 64
@@ -22,10 +25,13 @@ class Transformer:
     layers: int = 2
     heads: int = 2
     dtype: str = "bfloat16"
-    tied: bool = False  # whether the table of the tokens is the kernel of the head, too, which then has no bias
+    tied: bool = False  # whether the head uses the token table as its kernel, and has no bias
 
     def init(self, key: jax.Array) -> Params:
-        """Kernels with variance 1 / d_in; the two that write to the residual stream start smaller, by their number."""
+        """Return initial parameters. Kernels have variance 1 / d_in.
+
+        The kernels that write to the residual stream start smaller, depending on their number.
+        """
         d, k = self.width, self.layers
         keys = iter(jax.random.split(key, 7))
 
@@ -53,7 +59,7 @@ class Transformer:
         return params if self.tied else params | {"head": dense(d, self.vocabulary)}
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """`[batch, time]` tokens to `[batch, time, vocabulary]` logits of the token that follows each, in float32."""
+        """Return float32 logits of each next token: `[batch, time, vocabulary]` from `[batch, time]`."""
         dtype = jnp.dtype(self.dtype)
         batch, time = tokens.shape
         causal = jnp.tril(jnp.ones((time, time), bool))
@@ -86,7 +92,7 @@ class Transformer:
         return dense(params["head"], x).astype(jnp.float32)
 
     def loss(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Mean over tokens of `-log p`, in nats; `tokens` is `[batch, context + 1]`."""
+        """Return the mean of `-log p` over tokens, in nats. `tokens` has shape `[batch, context + 1]`."""
         logits = kfac.mark_output(self.logits(params, tokens[:, :-1]), "categorical")
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
         return -jnp.mean(chosen)

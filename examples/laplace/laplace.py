@@ -1,6 +1,6 @@
-"""Laplace approximations of a classifier that is too sure of itself: of its last layer, and of all of it.
+"""Calibrate an overconfident classifier by Laplace approximations of the last layer and of all layers.
 
-python examples/laplace/laplace.py    # a table, and docs/laplace.png
+python examples/laplace/laplace.py    # print a table, and draw docs/laplace.png
 """
 
 import functools
@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     accuracy: float
     nll: float
     calibration: float  # the expected calibration error
-    precision: float = 0.0  # of the prior
+    precision: float = 0.0  # the prior's precision
 
 
 def init(key: jax.Array, widths: tuple[int, ...]) -> list[dict[str, jax.Array]]:
@@ -46,7 +46,7 @@ def loss(params: Any, batch: Batch) -> jax.Array:
 
 
 def digits(seed: int, train: int, noise: float) -> tuple[Batch, Batch]:
-    """`train` images to learn from, and all the others; with noise on the pixels, so that classes overlap."""
+    """Return `train` training images, and all other images for the test. Pixel noise makes the classes overlap."""
     data, rng = load_digits(), np.random.default_rng(seed)
     order = rng.permutation(len(data.target))
     x = jnp.asarray(data.data[order] / 16 + noise * rng.normal(size=data.data.shape), jnp.float32)
@@ -56,7 +56,7 @@ def digits(seed: int, train: int, noise: float) -> tuple[Batch, Batch]:
 
 @functools.partial(jax.jit, static_argnames="steps")
 def fit(params: Any, batch: Batch, tau: float, steps: int) -> Any:
-    """To the largest posterior density under a normal prior of precision `tau`."""
+    """Maximise the posterior density under a normal prior with precision `tau`."""
     tx = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     density = lambda p: loss(p, batch) + 0.5 * tau / len(batch[1]) * optax.tree.vdot(p, p)  # noqa: E731
 
@@ -69,7 +69,7 @@ def fit(params: Any, batch: Batch, tau: float, steps: int) -> Any:
 
 
 def bins(probabilities: jax.Array, labels: jax.Array, count: int = 15) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of predictions with like confidence: their share of all, the mean confidence, and how many are right."""
+    """Group predictions by confidence, and return each bin's share, mean confidence and accuracy."""
     confidence, right = np.asarray(probabilities.max(-1)), np.asarray(probabilities.argmax(-1) == labels)
     place = np.minimum((confidence * count).astype(int), count - 1)
     number = np.bincount(place, minlength=count)
@@ -87,12 +87,15 @@ def score(probabilities: jax.Array, labels: jax.Array, precision: float = 0.0) -
 def laplace(
     params: Any, batch: Batch, skip: tuple[str, ...]
 ) -> tuple[Callable[[float], kfac.curvature.BlockOperator], np.ndarray]:
-    """The posterior's precision for a precision of the prior, and the log marginal likelihood for each of `TAUS`."""
+    """Return the posterior's precision and the log marginal likelihoods.
+
+    The posterior's precision is a function of the prior's precision. The likelihoods are for the precisions `TAUS`.
+    """
     layers = kfac.find_layers(loss, params, batch, skip=skip)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
     factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher, n = kfac.curvature.operator(layers, factors), len(batch[1])
-    # The prior is over what the posterior is over: `0 * fisher + 1` is the identity there, and zero elsewhere.
+    # The prior covers the posterior's parameters: `0 * fisher + 1` is the identity for them, and zero elsewhere.
     square = optax.tree.vdot(params, (0 * fisher + 1) @ params)
 
     def evidence(tau):
@@ -105,10 +108,10 @@ def laplace(
 def choose(
     params: Any, batch: Batch, skip: tuple[str, ...], steps: int
 ) -> tuple[Any, kfac.curvature.BlockOperator, float, Any]:
-    """The prior's precision by the marginal likelihood (MacKay 1992; Immer et al. 2021): fit, choose, and again.
+    """Alternate between fitting and choosing the prior's precision by the marginal likelihood.
 
-    A network fitted without any prior is at no maximum of a posterior, and its curvature is next to nothing: the
-    approximation would be wide beyond use.
+    See MacKay (1992) and Immer et al. (2021). A network without a prior is not at a posterior maximum, and has almost
+    no curvature. Its approximation would be too wide.
     """
     tau = 1.0
     for _ in range(6):
@@ -121,7 +124,10 @@ def choose(
 
 
 def predict(params: Any, precision: kfac.curvature.BlockOperator, x: jax.Array, draws: int) -> jax.Array:
-    """Probabilities of the network linearised at `params`: logits less sharp where the posterior's draws differ."""
+    """Return probabilities of the network, linearised at `params`.
+
+    Logits become less sharp if the posterior's draws differ.
+    """
     covariance, logits = precision.inv(), network(params, x)
 
     def change(key):

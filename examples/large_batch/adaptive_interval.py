@@ -1,4 +1,4 @@
-"""When statistics are due, by how much they changed when they were last collected."""
+"""Choose when to collect statistics from their change at the last collection."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import kfac
 
 
 def change_of(factors: kfac.Factors, averages: kfac.Factors) -> jax.Array:
-    """Return by how much statistics differ from the averages that `kfac.curvature.factors_from_state` has before them.
+    """Return the relative change from the running averages to new statistics.
 
-    The Frobenius norm of the difference, relative to the average, as a mean over all Kronecker factors; 1 for those
-    without an average so far.
+    Each Kronecker factor contributes the Frobenius norm of the difference, divided by the average's norm. A factor that
+    has no average yet contributes 1. The result is the mean over all Kronecker factors.
+
+    Args:
+      factors: the new statistics.
+      averages: the previous running averages, from `kfac.curvature.factors_from_state`.
     """
     changes = []
     for name, average in averages.items():
@@ -28,9 +32,9 @@ def change_of(factors: kfac.Factors, averages: kfac.Factors) -> jax.Array:
 
 @dataclasses.dataclass
 class AdaptiveInterval:
-    """Lengthen the interval between statistics while they stay alike, and shorten it when they do not.
+    """Lengthen the interval between statistics while they stay similar, and shorten it when they change.
 
-    A training loop asks it before a step, and tells it the change after taking statistics::
+    A training loop calls `due` before each step. After it collects statistics, it passes the change to `record`::
 
         interval = AdaptiveInterval()
         for step in range(steps):
@@ -39,23 +43,28 @@ class AdaptiveInterval:
                 interval.record(step, change)
             params, opt_state = train_step(params, opt_state, batch)
 
-    The rule is that of SP-NGD (Osawa et al. 2020, arXiv:2002.06015): if new statistics are not similar to the ones
-    before, the next interval is half the last one; if they are, it is as long as the last one; if those before
-    were similar to theirs too, it is the sum of the last two. Two are similar if the norm of their difference, relative
-    to the older one's, is below `threshold`. Here one number stands for all layers, and with a running average
-    (`factor_ema_decay` above 0) new statistics are compared with that, so no older ones are kept.
+    The rule comes from SP-NGD (Osawa et al. 2020, arXiv:2002.06015). New statistics are similar to the previous
+    statistics if the norm of the difference, relative to the previous norm, is below `threshold`:
 
-    It lives in Python, outside of the compiled programs. All fields are
-    numbers; `dataclasses.asdict` saves them with a checkpoint, and `AdaptiveInterval(**saved)` goes on. Processes that
-    train together see the same change, so they decide alike.
+    - If the new statistics are not similar, the next interval is half the last interval.
+    - If they are similar, the next interval equals the last interval.
+    - If the previous statistics were similar to their predecessors too, the next interval is the sum of the last two
+      intervals.
+
+    Unlike SP-NGD, this class uses a single interval for all layers. With a running average (`factor_ema_decay` above
+    0), the change is relative to the running average, so no older statistics are stored.
+
+    The object runs in Python, outside the compiled programs. All its fields are numbers. Save
+    `dataclasses.asdict(interval)` with a checkpoint, and continue with `AdaptiveInterval(**saved)`. Processes that
+    train together see the same change, so they make the same decision.
 
     Args:
-      threshold: largest relative change that counts as similar, above 0. A single batch's noise must lie below it for
-        intervals to grow.
-      longest: bound on the interval in steps, at least 1.
-      next_step: the step from which on statistics are due.
+      threshold: largest relative change that counts as similar, above 0. Intervals only grow if a single batch's noise
+        stays below the threshold.
+      longest: longest interval in steps, at least 1.
+      next_step: first step at which statistics are due again.
       last: the last interval, in steps.
-      before: the interval before it.
+      before: the interval before `last`, in steps.
       similar: whether the last statistics were similar to their predecessors.
 
     Raises:
@@ -76,13 +85,13 @@ class AdaptiveInterval:
             raise ValueError(f"longest must be at least 1, but is {self.longest!r}")
 
     def due(self, step: int) -> bool:
-        """Whether step number `step`, from 0, is to collect statistics."""
+        """Return True if step number `step`, counted from 0, must collect statistics."""
         return step >= self.next_step
 
     def record(self, step: int, change: float) -> None:
-        """Takes in the change of the statistics that step number `step` collected, and sets the next interval.
+        """Record the change in the statistics collected at step `step`, and set the next interval.
 
-        A change that is not finite, as from statistics that were left out, counts as not similar.
+        A non-finite change counts as not similar. It occurs if the statistics were left out.
         """
         similar = float(change) < self.threshold
         longer = self.last + self.before if self.similar else self.last

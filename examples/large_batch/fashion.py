@@ -1,6 +1,7 @@
-"""Five kinds of networks for Fashion-MNIST, which `networks.py` runs with `--data-dir` the folder of its files.
+"""Define five networks for Fashion-MNIST, each of a different kind.
 
-Debian's package dataset-fashion-mnist has these files. No default of K-FAC was chosen on these networks.
+`networks.py` trains them if `--data-dir` names the folder with the Fashion-MNIST files. Debian's package
+dataset-fashion-mnist has these files. No K-FAC default was chosen on these networks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from flax import linen as nn
 
 
 class Perceptron(nn.Module):
-    """Three dense layers."""
+    """Classify images with three dense layers."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -25,7 +26,10 @@ class Perceptron(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Two convolutions and two dense layers; with `norm` a batch norm after each convolution."""
+    """Classify images with two convolutions and two dense layers.
+
+    If `norm` is set, a batch norm follows each convolution.
+    """
 
     norm: bool = False
 
@@ -41,7 +45,7 @@ class Convolutions(nn.Module):
 
 
 class Rows(nn.Module):
-    """A transformer with the rows of an image as tokens."""
+    """Classify images with a transformer whose tokens are the image rows."""
 
     width: int = 64
     depth: int = 2
@@ -58,7 +62,7 @@ class Rows(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A GRU over the rows of an image."""
+    """Classify images with a GRU over the image rows."""
 
     width: int = 96
 

@@ -1,4 +1,4 @@
-"""The optimizers that are compared: what each one's settings mean, and the space that is searched for each."""
+"""Define the compared optimizers, the meaning of their settings, and each optimizer's search space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Settings = dict[str, Any]
 
 
 def schedule(peak: Any, steps: Any) -> Callable[[Any], Any]:
-    """Linear warm-up over the first tenth of the steps, then linear decay to zero; arguments may be traced."""
+    """Return a schedule with linear warm-up over the first tenth of the steps, then linear decay to zero.
+
+    Both arguments may be traced.
+    """
     warmup = jnp.ceil(0.1 * steps)
 
     def rate(count: Any) -> Any:
@@ -28,7 +31,10 @@ def schedule(peak: Any, steps: Any) -> Callable[[Any], Any]:
 
 
 def is_kernel(params: Any) -> Any:
-    """True for the weights of convolutions and of the final layer: what trust ratios and weight decay are for."""
+    """Return a tree with True for each kernel, i.e. each parameter with two or more axes.
+
+    Trust ratios and weight decay apply to kernels only.
+    """
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
@@ -49,7 +55,10 @@ def _sgd(rate, s, layers):
 
 
 def _lars(rate, s, layers):
-    """`learning_rate` is the relative step of a kernel without momentum; `vectors` multiplies it for vectors."""
+    """Return LARS.
+
+    `learning_rate` is a kernel's relative step without momentum. For vectors, the rate is multiplied by `vectors`.
+    """
     del layers
 
     def part(rate, kernel):
@@ -72,7 +81,10 @@ def _adamw(rate, s, layers):
 
 
 def _muon(rate, s, layers):
-    """Matrices as K-FAC sees them: the window and the inputs of a convolution against its outputs."""
+    """Return Muon on the same matrices as K-FAC.
+
+    A convolution's matrix has the window and the inputs on one side, and the outputs on the other side.
+    """
     del layers
 
     def dimensions(params: Any) -> Any:
@@ -95,11 +107,15 @@ def _muon(rate, s, layers):
 
 
 def _kfac(rate, s, layers):
-    """With `turned`, `learning_rate` is the angle by which kernels turn, and `vectors` multiplies it for vectors."""
+    """Return K-FAC with the study's settings.
+
+    If `turned` is set, `learning_rate` is the angle by which kernels turn. For vectors, the rate is multiplied by
+    `vectors`.
+    """
     if s.get("adaptive_damping"):
         plain = {name: value for name, value in s.items() if name != "adaptive_damping"}
         return kfac.adaptive_damping(lambda damping: _kfac(rate, {**plain, "damping": damping}, layers), 1e-3)
-    if "first_damping" in s:  # falls, or rises, to `damping` over the budget, geometrically
+    if "first_damping" in s:  # changes geometrically to `damping` over the budget
         first, last, steps = s["first_damping"], s["damping"], s["steps"]
         s = {**s, "damping": lambda count: first * (last / first) ** (count / steps)}
     if not s.get("tangent", True) or s.get("momentum_first") or s.get("eigenbasis_adam"):
@@ -128,9 +144,10 @@ def _inverse(s: Settings) -> kfac.BlockPreconditioner:
 
 
 def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.GradientTransformationExtraArgs:
-    """For the controls, as SOAP does: kernels' gradients divided, in the eigenbasis, by the root of their mean square.
+    """Divide kernel gradients by their root mean square in the eigenbasis, as SOAP does.
 
-    The eigenbasis is that of K-FAC's factors; other parameters go through `inner`, which keeps it.
+    The control experiments use this transformation. `inner` stores the eigenbasis of K-FAC's factors, and updates all
+    other parameters.
     """
 
     def matrices(grads: Any) -> dict[str, jax.Array]:
@@ -159,9 +176,10 @@ def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.Gradi
 
 
 def _turned(s: Settings) -> optax.GradientTransformation:
-    """For the controls: what `trust_ratio` of `kfac.kfac` does to kernels, for other methods' updates.
+    """Apply `trust_ratio` from `kfac.kfac` to the kernel updates of other methods.
 
-    All convolutions are followed by batch norm here, so that the part of an update along the kernel is left out.
+    The control experiments use this transformation. Batch norm follows every convolution here, so the function removes
+    an update's component along the kernel.
     """
 
     def update(updates, state, params=None):
@@ -178,7 +196,7 @@ def _turned(s: Settings) -> optax.GradientTransformation:
 
 
 def rescaled(params: Any, norms: Any) -> Any:
-    """Every kernel brought back to the norm it had at first."""
+    """Rescale every kernel to its initial norm."""
 
     def scaled(leaf: jax.Array, norm: jax.Array, yes: bool) -> jax.Array:
         return leaf * (norm / (jnp.linalg.norm(leaf.ravel()) + 1e-9)) if yes else leaf
@@ -198,14 +216,20 @@ KFAC_OPTIONS = (
 )  # fmt: skip
 
 
-# What settings that say nothing of it mean; the length of a step is then that of the natural gradient.
+# Defaults for options that the settings omit. Steps then have the natural gradient's length.
 PLAIN: Settings = {
     "momentum": 0.9, "lr_in_momentum": False, "damping": 1e-3, "factor_ema_decay": 0.95, "unitwise_damping_scale": 1.0,
 }  # fmt: skip
 
 
 class Method(NamedTuple):
-    """`make(rate, settings, layers)` is the optimizer; settings in `grid` are searched, the others `fixed`."""
+    """Describe an optimizer and its search.
+
+    Attributes:
+      make: `make(rate, settings, layers)` returns the optimizer.
+      fixed: settings that the search keeps, unless `grid` overrides them.
+      grid: values to search for each setting.
+    """
 
     make: Callable[..., Any]
     fixed: Settings

@@ -1,21 +1,35 @@
-"""The defaults of K-FAC on networks of several kinds, beside SOAP, Muon, AdamW, LARS, LAMB and SGD.
+"""Compare K-FAC's defaults with SOAP, Muon, AdamW, LARS, LAMB and SGD on several kinds of networks.
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
     python examples/large_batch/networks.py report
-    python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds of a step
-    python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile one
+    python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds per step
+    python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile
     python examples/large_batch/networks.py start                              # processor seconds to the first step
 
-"kfac" is what `kfac.train_step` does with nothing set: when `kfac.statistics_due` says so, a program of its own takes
-statistics of a quarter of the examples. "kfac-one-rate" has `adaptive_layer_rates=False`. "kfac-every-step" and
-"kfac-cholesky" take statistics of all examples in every step. "soap" is SOAP itself, with Shampoo's matrices. 60 steps
-at batch N/10 (`--batch 10`), the schedule of the study for all. `--schedule average` keeps the rate after its warm-up,
-and scores the mean of the weights of the last quarter of the steps. A trial that is in --results is not run again. Of
-some there are results only: "kfac-soap-eigh", a `SOAP` that decomposed its factors; "kfac-0.3.0", the default then;
-"kfac-whole", with `find_layers(max_factor_dim=8192)`; "kfac-before", the default between 0.3.0 and "kfac-at-once",
-whose intervals did not grow; "kfac-alike", the default after that: convolutions moved as far as dense kernels;
-"kfac-frobenius" and those that begin so, version 0.3, whose steps had a Frobenius norm; "kfac-in-one-pass", the default
-with statistics in the backward pass of the gradient.
+All methods train for 60 steps at batch size N/10 (`--batch 10`) with the study's schedule. `--schedule average` keeps
+the rate constant after its warm-up, and scores the mean weights over the last quarter of the steps. Trials that are
+already in --results are not repeated.
+
+The methods are:
+
+- "kfac": `kfac.train_step` with default options. If `kfac.statistics_due` returns True, a separate program takes
+  statistics from a quarter of the examples.
+- "kfac-one-rate": the same with `adaptive_layer_rates=False`.
+- "kfac-every-step": statistics from all examples in every step.
+- "kfac-cholesky": the same with `preconditioner=kfac.Cholesky()`.
+- "soap": published SOAP, with Shampoo's matrices.
+- "muon", "adamw", "lars", "lamb", "sgd": the methods in `methods.py`, except for "muon", which is defined here.
+
+Some methods have stored results only:
+
+- "kfac-soap-eigh": a `SOAP` preconditioner that decomposed its factors.
+- "kfac-0.3.0": the default in version 0.3.0.
+- "kfac-whole": the default with `find_layers(max_factor_dim=8192)`.
+- "kfac-before": the default between version 0.3.0 and "kfac-at-once".
+- "kfac-at-once": a default whose intervals did not grow.
+- "kfac-alike": the default after "kfac-at-once". It moved convolutions as far as dense kernels.
+- "kfac-frobenius" and names that begin with it: version 0.3, whose steps had a Frobenius norm.
+- "kfac-in-one-pass": the default with statistics in the gradient's backward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +76,7 @@ from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
 from vit import ViT  # noqa: E402
 
-EVERY = math.inf  # the `overhead` of statistics and refreshes in every step
+EVERY = math.inf  # as `overhead`, it allows statistics and refreshes in every step
 KFAC: dict[str, dict[str, Any]] = {
     "kfac": {},
     "kfac-one-rate": {"adaptive_layer_rates": False},
@@ -75,7 +89,10 @@ RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
 
 class Plain(nn.Module):
-    """The residual network of the study without normalisation: biases, and half of what a block adds."""
+    """Classify images with the study's residual network, but without normalisation.
+
+    Instead, convolutions have biases, and each block adds half its output.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -91,7 +108,10 @@ class Plain(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An MLP-Mixer (Tolstikhin et al. 2021): perceptrons over patches and over channels in turn."""
+    """Classify images with an MLP-Mixer (Tolstikhin et al. 2021).
+
+    Perceptrons over patches and perceptrons over channels alternate.
+    """
 
     width: int = 64
     depth: int = 4
@@ -110,7 +130,10 @@ class Mixer(nn.Module):
 
 
 def images(model: nn.Module, data_dir: Path, share: int, name: str = "cifar") -> Problem:
-    """Accuracy on validation images: of the study's part of CIFAR-10, N is 5,000; of Fashion-MNIST, N is 50,000."""
+    """Return the problem of classifying images. The score is the accuracy on validation images.
+
+    N is 5,000 for the study's part of CIFAR-10, and 50,000 for Fashion-MNIST.
+    """
     task = tasks.load(name, data_dir)
     mean, std = jnp.asarray(task.mean), jnp.asarray(task.std)
 
@@ -144,7 +167,10 @@ def images(model: nn.Module, data_dir: Path, share: int, name: str = "cifar") ->
 
 
 def text(data_dir: Path, share: int, width: int = 64) -> Problem:
-    """Minus the validation loss, in nats per character, of that transformer of `examples/language_model`; N is 640."""
+    """Return the problem of predicting characters with the transformer from `examples/language_model`.
+
+    The score is minus the validation loss in nats per character. N is 640.
+    """
     del data_dir
     model = Transformer(vocabulary=len(topics.ALPHABET), width=width, dtype="float32")
     train, held_out = topics.tokens()
@@ -175,12 +201,15 @@ PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     **OTHERS,
     "character transformer, width 256": functools.partial(text, width=256),
 }
-DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST has a --data-dir of its own
+DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST needs a different --data-dir
 PROBLEMS |= {name: functools.partial(images, model, name="fashion") for name, model in FASHION.items()}
 
 
 def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int] | None:
-    """Copies, inputs and outputs of what is treated as a matrix; tables and the head of a transformer are not."""
+    """Return the number of copies, inputs and outputs if the parameter is treated as a matrix, otherwise None.
+
+    Tables and a transformer's head are not treated as matrices.
+    """
     first = int(any(str(getattr(key, "key", key)) in problem.stacked for key in path))
     if leaf.ndim - first < 2 or re.search(problem.table, jax.tree_util.keystr(path)):
         return None
@@ -189,7 +218,10 @@ def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int]
 
 
 def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
-    """SOAP of kernels as matrices, its bases new every ten steps as published; Adam for the rest."""
+    """Return SOAP for kernels as matrices, and Adam for all other parameters.
+
+    As published, SOAP renews its bases every ten steps.
+    """
     direction, adam = published.soap(b1=0.9), optax.scale_by_adam(0.9, 0.95)
 
     def matrices(tree: Any) -> dict[str, list[jax.Array]]:
@@ -217,7 +249,10 @@ def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
 
 
 def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
-    """Kernels as matrices of inputs against outputs; tables, head of the transformer and vectors by Adam at 0.3."""
+    """Return Muon for kernels as matrices of inputs against outputs.
+
+    Adam trains tables, a transformer's head and vectors at 0.3 times the rate.
+    """
 
     def dimensions(params: Any) -> Any:
         def of(path: Any, leaf: Any) -> Any:
@@ -236,13 +271,13 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
 
 
 class Programs(NamedTuple):
-    """Compiled functions for all rates, seeds and numbers of steps.
+    """Hold compiled functions that serve all rates, seeds and numbers of steps.
 
-    A `carry` holds the parameters, the state that the model changes, the optimizer's state, and the rate of every step.
+    A `carry` holds the parameters, the model's mutable state, the optimizer's state, and each step's rate.
 
     Attributes:
       init: `init(params)` returns the optimizer's state.
-      observe: `observe(carry, batch)` takes statistics, and returns the new carry. None except for K-FAC.
+      observe: `observe(carry, batch)` takes statistics and returns the new carry. None except for K-FAC.
       step: `step(carry, batch)` returns the new carry and the loss.
     """
 
@@ -253,7 +288,7 @@ class Programs(NamedTuple):
 
 @functools.cache
 def programs(problem: Problem, method: str, share: int | None) -> Programs:
-    """Return the programs of a method. For `share` see `prepared`."""
+    """Return a method's programs. See `prepared` for `share`."""
     layers: Any = None
     settings: dict[str, Any] = {}
     if method in KFAC:
@@ -271,7 +306,7 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
             return kfac.kfac(rate, layers, **settings)
         if method in ("soap", "muon"):
             return {"soap": soap, "muon": muon}[method](rate, problem)
-        # as in the study
+        # the study's settings
         return methods.METHODS[method].make(
             rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}, None
         )
@@ -298,12 +333,13 @@ def prepared(
 ) -> tuple[Any, Any, Iterator[Any]]:
     """Return `step(carry, batch, due=None) -> (carry, loss)`, its first `carry` (see `Programs`), and the batches.
 
-    K-FAC takes statistics before a step that is `due`, by default when `kfac.statistics_due` says so. They come from
-    every `share`-th example. None: from all with "cost" set, otherwise as `train_step` does.
+    K-FAC takes statistics before a step if `due` is True. By default, `kfac.statistics_due` decides. The statistics use
+    every `share`-th example. If `share` is None, methods with an "overhead" option use all examples, and other methods
+    use the same share as `train_step`.
     """
     init, observe, program = programs(problem, method, share)
     params, state = problem.init(jax.random.key(seed))
-    length = max(1024, steps)  # one for all, as the program depends on it
+    length = max(1024, steps)  # the same for all runs, because the program depends on it
     rates = jnp.broadcast_to(jnp.asarray(rate(jnp.arange(length)), jnp.float32), length)
 
     def step(carry: Any, batch: Any, due: bool | None = None) -> Any:
@@ -317,9 +353,12 @@ def prepared(
 
 
 def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int, schedule: str) -> dict[str, Any]:
-    """One trial; its score is None where the loss is no longer finite."""
+    """Run a trial, and return its score, last loss and seconds per step.
+
+    The score is None if the loss becomes non-finite.
+    """
     falling = methods.schedule(learning_rate, steps)
-    rate, tail = falling, 1  # the last weights are their own mean
+    rate, tail = falling, 1  # the mean covers only the last step
     if schedule == "average":
         rate, tail = (lambda count: falling(jnp.minimum(count, math.ceil(0.1 * steps) - 1))), max(1, steps // 4)
     step, carry, batches = prepared(problem, method, rate, seed, steps)
@@ -346,10 +385,11 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
 
 
 def times(name: str, problem: Problem, chosen: list[str], repeats: int, steps: int) -> None:
-    """Milliseconds of a step of each method, medians: of the first `steps`, 45 as a rule, and of 16 from the 81st on.
+    """Print each method's median milliseconds per step in two phases.
 
-    From there on K-FAC's interval no longer grows. Without compiling, and with the batches in memory. A run of K-FAC of
-    that many steps is set beside one of Muon of 60.
+    The first phase covers the first `steps` steps, usually 45. The second phase covers 16 steps after step 80, when
+    K-FAC's interval no longer grows. The times exclude compilation, and the batches are in memory. The function also
+    compares a K-FAC run of `steps` steps with a Muon run of 60 steps.
     """
     prepare = {method: prepared(problem, method, lambda count: 0.01, 0, 1) for method in chosen}
     batch = next(problem.batches(0, 1))
@@ -379,7 +419,7 @@ def times(name: str, problem: Problem, chosen: list[str], repeats: int, steps: i
 
 
 def compiled(name: str, problem: Problem, chosen: list[str]) -> None:
-    """Print the processor seconds from tracing a method's programs to having them compiled, and their kernels."""
+    """Print each method's kernel count, and the processor seconds to trace and compile its programs."""
     first = 0.0
     for method in chosen:
         _, carry, batches = prepared(problem, method, lambda count: 0.01, 0, 1)
@@ -396,11 +436,14 @@ def compiled(name: str, problem: Problem, chosen: list[str]) -> None:
         print(f"{name}: {method} {total:.1f} s, {total / first:.2f} of {chosen[0]}'s, {counts}")
 
 
-README = "the README's first command"  # two steps of it, with its evaluation and its checkpoint
+README = "the README's first command"  # runs two steps, with an evaluation and a checkpoint
 
 
 def first_step(name: str, method: str, data_dir: Path) -> float:
-    """Processor seconds of this process from the parameters to the first loss, by `train_step` or in its place."""
+    """Return this process's processor seconds from the initial parameters to the first loss.
+
+    K-FAC uses `kfac.train_step`. AdamW uses a first-order step in its place.
+    """
     maker = kfac.train_step if method == "kfac" else functools.partial(first_attempt.first_order, optimizer=method)
     if name == README:
         vars(simple)["kfac"] = SimpleNamespace(train_step=maker)
@@ -419,7 +462,10 @@ def first_step(name: str, method: str, data_dir: Path) -> float:
 
 
 def starts(names: list[str], data_dir: Path) -> None:
-    """The first and the second start of each network, in processes of their own that keep what they compile."""
+    """Print the seconds to the first step for a first and a second start of each network.
+
+    Each start is a separate process. The second start finds the first start's compilation cache.
+    """
     for name in names:
         found = {}
         for method in ("adamw", "kfac"):
@@ -442,7 +488,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def report(records: list[dict[str, Any]]) -> None:
-    """A row for each network and method: the score at each rate, as a mean over seeds."""
+    """Print a row for each network and method, with the mean score over seeds at each rate."""
     for name in PROBLEMS:
         print(f"\n{name}")
         for method in (*METHODS, *sorted({r["method"] for r in records}.difference(METHODS))):
@@ -461,15 +507,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report", "times", "compile", "start", "first-step"))
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the trials, a line each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line per trial")
     parser.add_argument("--networks", nargs="+", choices=[*PROBLEMS, README], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N over the examples of a batch")
-    parser.add_argument("--schedule", default="falling", choices=("falling", "average"), help="of the rate, see above")
+    parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N divided by the batch size")
+    parser.add_argument(
+        "--schedule", default="falling", choices=("falling", "average"), help="schedule of the rate, see above"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--repeats", type=int, default=5, help="of the times")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each timing")
     options = parser.parse_args()
     if options.what == "first-step":
         print(first_step(options.networks[0], options.methods[0], options.data_dir))

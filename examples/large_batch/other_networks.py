@@ -1,4 +1,7 @@
-"""Five more networks for `networks.py`, on which no default was chosen at first: each of another kind."""
+"""Define five more networks for `networks.py`, each of a different kind.
+
+Initially, no default was chosen on these networks.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,15 @@ Batch = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """`loss(params, state, *batch) -> (loss, state)`, `batches(seed, steps)`; of what `score` says, more is better.
+    """Describe a training problem with N examples. A batch has N / `share` examples.
 
-    A batch is `share` times smaller than the N examples to train on. `table` is a regular expression of the leaves
-    that other methods treat as vectors: tables and heads; `stacked` the names of what holds a kernel for each layer of
-    a scan.
+    Attributes:
+      init: `init(key)` returns the parameters and the state.
+      loss: `loss(params, state, *batch)` returns the loss and the new state.
+      batches: `batches(seed, steps)` yields the batches.
+      score: `score(params, state)` returns the score. A higher score is better.
+      stacked: names of subtrees whose parameters hold a kernel for each layer of a scan.
+      table: regular expression for tables and heads, which other methods treat as vectors.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -48,7 +55,10 @@ def without_state(
     score: Callable[..., jax.Array] | None = None,
     table: str = "^$",
 ) -> Problem:
-    """A problem whose batches are drawn one by one; its score is minus the loss on `held_out`, or the mean `score`."""
+    """Return a problem without mutable state, whose batches come from `draw`.
+
+    The score is the mean of `score` over the `held_out` batches. By default, it is minus the loss.
+    """
     measure = jax.jit(score or (lambda params, *batch: -loss(params, *batch)))
 
     def batches(seed: int, steps: int) -> Iterator[Batch]:
@@ -66,7 +76,10 @@ def without_state(
 
 
 def images(data_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """5,000 images of CIFAR-10 at 16 x 16 to train on and 1,000 others, from -1 to 1."""
+    """Return 5,000 training images and 1,000 validation images from CIFAR-10.
+
+    The images have 16 x 16 pixels with values from -1 to 1.
+    """
     task = tasks.load("cifar", data_dir)
     return tuple((x.astype(np.float32) / 127.5 - 1) for x in (task.train.images, task.val[0][:1000]))  # type: ignore[return-value]
 
@@ -112,7 +125,10 @@ class UNet(nn.Module):
 
 
 def denoising(data_dir: Path, share: int) -> Problem:
-    """Minus the mean square of the error in the noise; N is 5,000."""
+    """Return the problem of predicting the noise in an image.
+
+    The score is minus the mean squared error. N is 5,000.
+    """
     train, held = images(data_dir)
     model = UNet()
 
@@ -148,7 +164,10 @@ class Characters(nn.Module):
 
 
 def recurrent(data_dir: Path, share: int) -> Problem:
-    """Minus the validation loss in nats per character, 48 characters at a time; N is 2,000."""
+    """Return the problem of predicting characters with a recurrent network.
+
+    Sequences have 48 characters. The score is minus the validation loss in nats per character. N is 2,000.
+    """
     del data_dir
     model, length = Characters(), 49
     train, held = topics.tokens()
@@ -181,7 +200,7 @@ class Block(nn.Module):
 
 
 class Masked(nn.Module):
-    """Sees a quarter of the patches, in the order of `order`, and says what the others are."""
+    """Encode the first quarter of the patches in `order`, and predict the other patches."""
 
     width: int = 96
     seen: int = 16
@@ -203,7 +222,10 @@ class Masked(nn.Module):
 
 
 def masked(data_dir: Path, share: int) -> Problem:
-    """Minus the mean square over hidden patches of 2 x 2 pixels; N is 5,000."""
+    """Return the problem of predicting hidden patches of 2 x 2 pixels.
+
+    The score is minus the mean squared error. N is 5,000.
+    """
     train, held = (x.reshape(-1, 8, 2, 8, 2, 3).swapaxes(2, 3).reshape(-1, 64, 12) for x in images(data_dir))
     model = Masked()
 
@@ -228,7 +250,7 @@ def masked(data_dir: Path, share: int) -> Problem:
 
 
 class Induced(nn.Module):
-    """Attention of a set to itself by way of a few learned points."""
+    """Apply self-attention to a set through a few learned points."""
 
     points: int = 8
 
@@ -253,7 +275,10 @@ class SetTransformer(nn.Module):
 
 
 def sets(data_dir: Path, share: int) -> Problem:
-    """Accuracy on digits as sets of 24 points with a brightness, drawn from the pixels; N is 1,200."""
+    """Return the problem of classifying digits from point sets.
+
+    Each set has 24 points with a brightness, drawn from the pixels. The score is the accuracy. N is 1,200.
+    """
     del data_dir
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(labels))
@@ -298,7 +323,10 @@ class Autoencoder(nn.Module):
 
 
 def autoencoder(data_dir: Path, share: int) -> Problem:
-    """Minus the cross-entropy of an image, nats; N is 1,400."""
+    """Return the problem of reconstructing digits.
+
+    The score is minus an image's cross-entropy in nats. N is 1,400.
+    """
     del data_dir
     pixels = np.clip(load_digits().data / 16, 0, 1).astype(np.float32)
     pixels = pixels[np.random.RandomState(0).permutation(len(pixels))]

@@ -1,4 +1,4 @@
-"""Which trials make up each table. All rules are fixed here before the trials run."""
+"""Define the trials in each table. All rules are fixed before the trials run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from store import Plan, Record
 from training import Trial
 
 SEEDS = (0, 1, 2)
-# Learning rates beyond an edge of the grid that may be tried where the best one lies there.
+# How many learning rates a search may try beyond the grid, if the best rate lies at its edge.
 EXTENSIONS = 3
 
 
 def score(record: Record) -> float:
-    """What the search maximises: the validation accuracy at the end of the budget."""
+    """Return the validation accuracy at the end of the budget, which the search maximises."""
     return record["val_accuracy"]
 
 
 class Rules(NamedTuple):
-    """What is fixed for a task before its trials run.
+    """Hold the rules that are fixed for a task before its trials run.
 
     Attributes:
-      images: `N`, training images.
-      target: accuracy on the validation images.
-      searched: budget of the search in steps, at batches of N/10.
-      shorter: budget at which the two best settings are compared once more, where the best has reached the target.
-      longer: the same, where it has not.
-      budgets: budgets of steps that a method may need, by `N / batch`; what needs more is reported as that.
-      ablation_seeds: seeds of the ablations.
+      images: the number of training images, `N`.
+      target: the target accuracy on the validation images.
+      searched: the search budget in steps, at batch size N/10.
+      shorter: the budget for the second comparison if the best setting reached the target.
+      longer: the budget for the second comparison if the best setting missed the target.
+      budgets: the step budgets to try, by `N / batch`. If a method needs more steps than the largest budget, the report
+        says "more than" that budget.
+      ablation_seeds: the seeds for the ablations.
     """
 
     images: int
@@ -55,9 +56,10 @@ RULES = {
 
 
 def grid_search(task: str, method: str, steps: int, batch: int, space: dict[str, tuple[Any, ...]]) -> Plan:
-    """A grid of learning rates and a second setting; then learning rates beyond an edge that has the best.
+    """Search a grid of learning rates and a second setting.
 
-    Returns the records, best first.
+    If the best learning rate lies at the grid's edge, the search continues beyond the edge. The plan returns the
+    records, best first.
     """
     fixed = METHODS[method].fixed
     second, others = next(((name, values) for name, values in space.items() if name != "learning_rate"))
@@ -78,9 +80,10 @@ def grid_search(task: str, method: str, steps: int, batch: int, space: dict[str,
 
 
 def search(task: str, chosen: tuple[str, ...]) -> Plan:
-    """Every method's grid at one budget; then its two best settings at a shorter one, or a longer one where it missed.
+    """Search every method's grid at the same budget, then compare its two best settings at a second budget.
 
-    Returns the better of the two for each method.
+    The second budget is shorter if the method reached the target, otherwise longer. The plan returns each method's
+    better record.
     """
     rules = RULES[task]
     winners: dict[str, Record] = {}
@@ -95,10 +98,11 @@ def search(task: str, chosen: tuple[str, ...]) -> Plan:
 
 
 def least_budget(task: str, method: str, winner: Record, parts: int, seeds: tuple[int, ...]) -> Plan:
-    """The budgets around the target: from that of the winner down or up, all seeds for those next to the target.
+    """Run the budgets around the target, from the winner's budget down or up.
 
-    Returns the records by budget: the last one reaches the target on average, or is the largest there is; the one
-    before it does not, unless it is the first.
+    The budgets next to the target run with all seeds. The plan returns the records by budget. The first budget in the
+    result misses the target, unless it is the smallest budget in the rules. The last budget reaches the target on
+    average, unless it is the largest budget in the rules.
     """
     rules = RULES[task]
     batch, budgets = rules.images // parts, rules.budgets[parts]
@@ -110,7 +114,7 @@ def least_budget(task: str, method: str, winner: Record, parts: int, seeds: tupl
         found[number] = records
         return sum(map(score, records)) / len(records) >= rules.target
 
-    # First with one seed alone, so that budgets far from the target take no more than that.
+    # Start with a single seed, so that budgets far from the target run only once.
     number = budgets.index(winner["steps"])
     for those in (seeds[:1], seeds):
         found: dict[int, list[Record]] = {}
@@ -126,7 +130,7 @@ def least_budget(task: str, method: str, winner: Record, parts: int, seeds: tupl
 
 
 def seeds(task: str, chosen: tuple[str, ...]) -> Plan:
-    """The best settings of the search with all seeds, at the budgets around the target."""
+    """Run the search's best settings with all seeds, at the budgets around the target."""
     winners = yield from search(task, chosen)
     for method in chosen:
         yield from least_budget(task, method, winners[method], 10, SEEDS)
@@ -136,13 +140,14 @@ OTHER_PARTS = (4, 50, 200)
 
 
 def one_batch_size(task: str, method: str, winner: Record, parts: int) -> Plan:
-    """The best settings carried to batches of `N / parts`, one seed: the same rate, and by the square-root rule.
+    """Transfer the best settings to batch size `N / parts`, with a single seed.
 
-    Returns what `least_budget` does with the better of them.
+    The plan tries the same learning rate and a rate scaled by the square-root rule. It passes the better rate to
+    `least_budget`, and returns the result.
     """
     rules = RULES[task]
     groups = yield from least_budget(task, method, winner, 10, SEEDS)
-    # The budget that stands where the one needed at N/10 stands among those of N/10.
+    # Choose the budget with the same position in its list as the budget needed at N/10.
     position = min(rules.budgets[10].index(groups[-1][0]["steps"]), len(rules.budgets[parts]) - 1)
     steps = rules.budgets[parts][position]
     records = []
@@ -153,7 +158,7 @@ def one_batch_size(task: str, method: str, winner: Record, parts: int) -> Plan:
 
 
 def batch_sizes(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) -> Plan:
-    """The methods at other batch sizes."""
+    """Run the methods at other batch sizes, with the settings found at N/10."""
     winners = yield from search(task, chosen)
     for parts in all_parts:
         for method in chosen:
@@ -161,9 +166,9 @@ def batch_sizes(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) 
 
 
 def one_search_again(task: str, method: str, parts: int) -> Plan:
-    """The grid once more at batches of `N / parts`, and the budgets around the target for its best, with one seed.
+    """Repeat the grid search at batch size `N / parts`, with a single seed.
 
-    Returns what `least_budget` does.
+    The plan passes the best setting to `least_budget`, and returns the result.
     """
     rules = RULES[task]
     budgets = rules.budgets[parts]
@@ -174,20 +179,23 @@ def one_search_again(task: str, method: str, parts: int) -> Plan:
 
 
 def searches_again(task: str, chosen: tuple[str, ...], all_parts: tuple[int, ...]) -> Plan:
-    """The methods at other batch sizes, with settings searched there."""
+    """Run the methods at other batch sizes, with settings searched at each size."""
     for parts in all_parts:
         for method in chosen:
             yield from one_search_again(task, method, parts)
 
 
 def changed(winner: Settings, method: str, change: Callable[[Settings], Settings]) -> Settings:
-    """Settings of an ablation: K-FAC's best, or a control's own, with the change."""
+    """Return an ablation's settings: K-FAC's best settings or a control's fixed settings, with the change applied."""
     base = winner if method == "kfac" else METHODS[method].fixed
     return {name: value for name, value in {**base, **change(winner)}.items() if value is not None}
 
 
 def one_ablation(task: str, winner: Record, method: str, change: Callable[[Settings], Settings]) -> Plan:
-    """K-FAC's best settings with one thing changed, at the budget of its last comparison; returns records by seed."""
+    """Run K-FAC's best settings with a single change, at the budget of the last comparison.
+
+    The plan returns the records by seed.
+    """
     rules = RULES[task]
     settings = changed(winner["settings"], method, change)
     records = []
@@ -197,14 +205,14 @@ def one_ablation(task: str, winner: Record, method: str, change: Callable[[Setti
 
 
 def ablations(task: str, chosen: tuple[str, ...]) -> Plan:
-    """All of them."""
+    """Run all ablations."""
     del chosen
     winner = (yield from search(task, ("kfac",)))["kfac"]
     for method, change in ABLATIONS.values():
         yield from one_ablation(task, winner, method, change)
 
 
-# What stands in the call is all that is given; statistics of the whole batch.
+# Calls that leave all other options at their defaults. Statistics use the whole batch.
 DEFAULTS: dict[str, Settings] = {
     "`kfac.kfac(schedule, layers, trust_ratio=None, nesterov=False)`, peak 0.02": {"learning_rate": 0.02},
     "`kfac.kfac(schedule, layers, trust_ratio=7.0)`, peak 0.01": {
@@ -214,14 +222,14 @@ DEFAULTS: dict[str, Settings] = {
 
 
 def one_default(task: str, settings: Settings) -> Plan:
-    """Budgets and seeds of one call; returns what `least_budget` does."""
+    """Run `least_budget` for a call with these settings, and return the result."""
     rules = RULES[task]
     first = yield Trial(task, "kfac", settings, rules.images // 10, rules.searched)
     return (yield from least_budget(task, "kfac", first, 10, SEEDS))
 
 
 def defaults(task: str, chosen: tuple[str, ...]) -> Plan:
-    """Budgets and seeds with the defaults."""
+    """Run the budgets around the target for every call in `DEFAULTS`."""
     del chosen
     for settings in DEFAULTS.values():
         yield from one_default(task, settings)
@@ -236,11 +244,11 @@ def _times(name: str, factor: float) -> Callable[[Settings], Settings]:
 
 
 def _untied(**settings: Any) -> Callable[[Settings], Settings]:
-    """Without the trust ratio: the rate of vectors is that of all parameters."""
+    """Return a change that removes the trust ratio, so that all parameters have the same rate."""
     return lambda winner: {"turned": None, "vectors": None, "learning_rate": 0.02, **settings}
 
 
-# Name, method, and what is changed of the winner's settings (None: left out).
+# Each name maps to a method and a change to the winner's settings. A value of None removes a setting.
 ABLATIONS: dict[str, tuple[str, Callable[[Settings], Settings]]] = {
     "(the winner)": ("kfac", _set()),
     "statistics of every example": ("kfac", _set(subsample=1)),

@@ -1,4 +1,4 @@
-"""Tables in Markdown and figures, from stored trials alone; and the times of the compiled steps."""
+"""Make Markdown tables and figures from stored trials, and time the compiled steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ STYLES = {method: {"label": label, "color": f"C{number}"} for number, (method, l
 
 
 def replay(plan: Plan, store: Store) -> tuple[Any, list[Record], bool]:
-    """What a plan returns, the records of its trials, and whether all of them are stored; without that, None first."""
+    """Return a plan's result, the records of its trials, and whether all its trials are stored.
+
+    If a trial is missing, the result is None.
+    """
     records: list[Record] = []
     try:
         trial = next(plan)
@@ -44,7 +47,7 @@ def replay(plan: Plan, store: Store) -> tuple[Any, list[Record], bool]:
 
 
 def searched(store: Store, task: str, chosen: tuple[str, ...]) -> tuple[dict[str, Record], list[Record]]:
-    """The winners of the methods whose search is done, and all records of the searches."""
+    """Return the winners of the finished searches by method, and all records of the searches."""
     winners: dict[str, Record] = {}
     records: list[Record] = []
     for method in chosen:
@@ -56,9 +59,9 @@ def searched(store: Store, task: str, chosen: tuple[str, ...]) -> tuple[dict[str
 
 
 def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -> None:
-    """Write the median seconds of a step of every program of the study, each timed in turn, at batches of N/10.
+    """Write the median seconds per step for every program in the study, at batch size N/10.
 
-    The seconds of K-FAC's "step" include statistics.
+    The programs take turns. K-FAC's "step" time includes statistics.
     """
     batch = len(task.train) // 10
     trials: dict[str, Trial] = {}
@@ -103,7 +106,7 @@ def write_times(path: Path, task: Task, store: Store, chosen: tuple[str, ...]) -
 
 
 def report(store: Store, results: Path, task: str, figures: Path) -> None:
-    """Prints the tables for which all trials are there, and draws their figures."""
+    """Print the tables that have stored trials, and draw their figures."""
     if not store.records:
         raise UserError(f"{store.path} holds no trials: run study.py search --task {task} first")
     times_path = results / f"{task}-times.json"
@@ -130,7 +133,7 @@ def _words(record: Record) -> str:
 
 
 def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
-    """The best of each method at each budget of the search; the curves of the best."""
+    """Print each method's best settings at each search budget, and draw the winners' curves."""
     winners, records = searched(store, task, chosen)
     rows = []
     for steps in (RULES[task].searched, RULES[task].shorter, RULES[task].longer):
@@ -158,10 +161,11 @@ def _search(store: Store, task: str, chosen: tuple[str, ...], times: Any, figure
 
 
 def crossing(groups: list[list[Record]], target: float) -> tuple[float, float]:
-    """Steps to the target and their standard error, from the budgets on either side of it.
+    """Return the steps to the target and their standard error, from the budgets on either side.
 
-    The mean accuracies at the end of the budgets are interpolated over the logarithm of the budget. The error is that
-    of the means, divided by the slope; infinite steps, and the largest budget, where the target was not reached.
+    The function interpolates the mean accuracies at the end of the budgets over the logarithm of the budget. The
+    means' error, divided by the slope, gives the standard error. If the largest budget misses the target, the function
+    returns infinity and this budget.
     """
     means = [statistics.fmean(map(plans.score, group)) for group in groups]
     budgets = [group[0]["steps"] for group in groups]
@@ -180,7 +184,7 @@ def crossing(groups: list[list[Record]], target: float) -> tuple[float, float]:
 
 
 def deviation(group: list[Record]) -> float:
-    """Standard error of the mean accuracy of a group of seeds."""
+    """Return the standard error of the mean accuracy over a group of seeds."""
     return statistics.stdev(map(plans.score, group)) / math.sqrt(len(group))
 
 
@@ -191,12 +195,12 @@ def _steps(value: float, error: float) -> str:
 
 
 def _known(value: float, digits: int) -> str:
-    """The number; nothing where it is infinite or was not measured."""
+    """Format the number, or return an empty string if it is infinite or was not measured."""
     return f"{value:.{digits}f}" if math.isfinite(value) else ""
 
 
 def _seeds(store: Store, task: str, chosen: tuple[str, ...], times: Any, figures: Path) -> None:
-    """Steps, epochs and seconds to the target."""
+    """Print the steps, epochs and seconds to the target."""
     rules = RULES[task]
     winners, _ = searched(store, task, chosen)
     rows, drawn = [], {}
@@ -319,7 +323,7 @@ def _ablations(store: Store, task: str, chosen: tuple[str, ...], times: Any, fig
 
 
 def first_reach(record: Record, target: float) -> str:
-    """The first evaluation of a run at or above the target."""
+    """Return the step of a run's first evaluation at or above the target, or "-" if there is no such step."""
     return next((f"{step}" for step, accuracy in record["curve"] if accuracy >= target), "-")
 
 
@@ -337,7 +341,7 @@ def _defaults(store: Store, task: str, chosen: tuple[str, ...], times: Any, figu
 
 
 def _plain(axis: Any, values: Sequence[int]) -> None:
-    """Ticks at these values, in plain numbers."""
+    """Set ticks with plain numbers at these values."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.FixedLocator(list(values)))
@@ -349,7 +353,7 @@ def _draw(path: Path, draw: Callable[[Any], None]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    # The same bytes for the same results.
+    # Equal results give equal bytes.
     matplotlib.rcParams.update({"svg.hashsalt": "large_batch", "svg.fonttype": "none"})
     from matplotlib import pyplot
 

@@ -1,11 +1,11 @@
-"""How few rows, and how seldom, do for the statistics of the default: a picture.
+"""Draw how the score depends on the rows and the interval of the default method's statistics.
 
     python examples/large_batch/rows_and_intervals.py run --data-dir data/cifar10
     python examples/large_batch/rows_and_intervals.py plot
 
-Every network of `networks.py` that is named, with statistics from every k-th example and statistics with a refresh in
-every i-th step after the first ten; `k` and `i` are 1, 4 and 16. Else all is as in `networks.py run --methods kfac`. A
-trial that is in the results is not run again.
+The statistics of each named network use every k-th example. After the first ten steps, every i-th step takes
+statistics and refreshes. Both `k` and `i` are 1, 4 and 16. Otherwise the runs are the same as in `networks.py run
+--methods kfac`. Trials that are already in the results are not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import networks  # isort: skip; it finds what the examples share, and JAX is imported there
+import networks  # isort: skip; it extends sys.path and imports JAX
 
 import jax
 
@@ -29,8 +29,11 @@ SHARES = INTERVALS = (1, 4, 16)
 
 
 def trials(problem: networks.Problem, share: int, rate: float, seed: int, steps: int) -> Any:
-    """`score(interval)` after so many steps, with statistics of every `share`-th example. Two programs serve all."""
-    # With the cost of this method each step with statistics refreshes, and no other.
+    """Return `score(interval)`, which trains with statistics from every `share`-th example.
+
+    All intervals share two compiled programs.
+    """
+    # With this method's overhead, every step with statistics refreshes, and other steps do not.
     schedule = methods.schedule(rate, steps)
     step, carry, batches = networks.prepared(problem, "kfac-every-step", schedule, seed, steps, share)
     begin, data = jax.device_get(carry), list(batches)
@@ -60,7 +63,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def plot(options: argparse.Namespace) -> None:
-    """A map for each network, each cell with its score: per cent, or nats with their sign turned."""
+    """Draw a map for each network, with the score in each cell.
+
+    Scores are percentages, or nats with their sign reversed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Results of trials: JSON lines, one a trial, appended as they come."""
+"""Store the results of trials as JSON lines, appended as trials finish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trial_of(record: Record) -> Trial:
 
 
 class Store:
-    """All trials of a file, by what they are; the line that a killed study left half-written is dropped."""
+    """Hold all trials of a file by their keys. A half-written last line from a killed study is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,13 +44,13 @@ class Store:
         return self.records[trial.key]
 
     def add(self, record: Record) -> None:
-        """Keeps a record, in the file too."""
+        """Add a record, in memory and in the file."""
         self.records[trial_of(record).key] = record
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-# A plan asks for trials one by one and is told the result of each; so it can depend on them, and a study that was
-# killed goes through it again without running anything twice.
+# A plan yields trials and receives each result, so later trials can depend on earlier results. After a study is
+# killed, it replays the plan with stored results and runs no trial twice.
 Plan = Generator[Trial, Record, Any]

@@ -1,11 +1,11 @@
-"""How many steps each optimizer needs to a fixed accuracy at large batches: every table of the study, one command each.
+"""Measure how many steps each optimizer needs to a fixed accuracy at large batch sizes.
 
-    python examples/large_batch/study.py search       # settings of each method: a declared grid, the same for all
-    python examples/large_batch/study.py seeds        # the winners with three seeds, at the budgets around the target
-    python examples/large_batch/study.py report       # tables and figures from what is stored
+    python examples/large_batch/study.py search       # search each method's settings in a declared grid
+    python examples/large_batch/study.py seeds        # run the winners with three seeds, at budgets around the target
+    python examples/large_batch/study.py report       # print the tables and draw the figures from stored trials
 
-Every finished trial is a line of JSON in --results; a command that was killed goes on where it was, and trials that
-are there are not run again.
+Each command makes a table of the study. Every finished trial is a line of JSON in --results. A command that was killed
+continues after its last finished trial, and stored trials are not repeated.
 """
 
 from __future__ import annotations
@@ -44,30 +44,33 @@ def _option(text: str):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """One table of the study of optimizers at large batches, or the report of all of them."""
+    """Select a table of the large-batch optimizer study, or the report with all tables."""
 
     table: Annotated[
         tyro.conf.Positional[
             Literal["search", "seeds", "batch-sizes", "searched-sizes", "ablations", "defaults", "time", "report"]
         ],
         _option(
-            "search: settings of each method; seeds: the winners with three seeds at several budgets; batch-sizes: "
-            "steps to the target from N/200 to N/4; searched-sizes: the same with settings searched there; ablations: "
-            "K-FAC's winner with one thing changed; defaults: kfac.kfac as it is; time: seconds of a step; report: "
-            "tables and figures from the stored trials"
+            "search: search each method's settings; seeds: run the winners with three seeds at several budgets; "
+            "batch-sizes: find the steps to the target from N/200 to N/4; searched-sizes: the same with settings "
+            "searched at each size; ablations: change a single setting of K-FAC's winner at a time; defaults: run "
+            "kfac.kfac with its defaults; time: measure the seconds per step; report: print the tables and draw the "
+            "figures from stored trials"
         ),
     ]
-    task: Annotated[Literal["cifar", "digits", "toy"], _option("what is trained; toy is for tests")] = "cifar"
-    methods: Annotated[tuple[str, ...], _option("which methods; all if left out")] = ()
+    task: Annotated[Literal["cifar", "digits", "toy"], _option("task to train; toy is for tests")] = "cifar"
+    methods: Annotated[tuple[str, ...], _option("methods to run; all if omitted")] = ()
     data_dir: Annotated[Path, _option("folder with CIFAR-10; get_cifar10.sh fetches it")] = Path("data/cifar10")
-    results: Annotated[Path, _option("folder of the JSON lines")] = HERE / "results"
-    figures: Annotated[Path, _option("folder for the figures of report")] = HERE / "results"
-    parts: Annotated[tuple[int, ...], _option("for batch-sizes and searched-sizes: N / batch")] = plans.OTHER_PARTS
-    limit: Annotated[int | None, _option("stop after so many new trials")] = None
+    results: Annotated[Path, _option("folder for the JSON lines")] = HERE / "results"
+    figures: Annotated[Path, _option("folder for the report's figures")] = HERE / "results"
+    parts: Annotated[tuple[int, ...], _option("values of N / batch, for batch-sizes and searched-sizes")] = (
+        plans.OTHER_PARTS
+    )
+    limit: Annotated[int | None, _option("stop after this many new trials")] = None
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs what the command line asks for."""
+    """Make the table that the command line selects."""
     options = parse(args)
     unknown = [name for name in options.methods if name not in METHODS]
     if unknown:
@@ -100,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def parse(args: Sequence[str] | None) -> Options:
-    """Parses the command line; what tyro finds wrong becomes one sentence instead of its box."""
+    """Parse the command line. If tyro reports an error, raise it as a single sentence without tyro's box."""
     text = io.StringIO()
     try:
         with contextlib.redirect_stderr(text):
@@ -114,7 +117,7 @@ def parse(args: Sequence[str] | None) -> Options:
 
 
 def follow(plan: Plan, task: Task, store: Store, limit: int | None = None) -> None:
-    """Runs the trials of a plan that are not stored."""
+    """Run a plan's trials that are not stored yet."""
     new, record = 0, None
     try:
         while True:

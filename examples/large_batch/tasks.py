@@ -1,4 +1,4 @@
-"""The tasks of the study: images in memory, a network, and a target fixed before the runs that count."""
+"""Define the study's tasks: images in memory and a network. `plans.RULES` has the targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from files import UserError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """Images uint8 NHWC. Settings are chosen by the validation images; the test images are seen once, at the end."""
+    """Hold a task's images, uint8 NHWC, and its network.
+
+    The validation images choose the settings. The test images are used once, at the end.
+    """
 
     name: str
     train: ArraySplit
@@ -35,7 +38,7 @@ class Task:
 
 
 def load(name: str, data_dir: Path) -> Task:
-    """The task of that name; `data_dir` is read by "cifar" and "fashion"."""
+    """Return the task with this name. Only "cifar" and "fashion" read `data_dir`."""
     return TASKS[name](data_dir)
 
 
@@ -45,11 +48,14 @@ def _resnet(stages: tuple[int, ...], width: int) -> models.ResNet:
 
 @functools.lru_cache(maxsize=1)
 def _cifar(data_dir: Path) -> Task:
-    """5,000 training images of CIFAR-10 at 16 x 16, 2,500 others to validate, all 10,000 test images."""
+    """Return the CIFAR-10 task at 16 x 16 pixels.
+
+    The training set gives 5,000 images to train on and 2,500 images to validate. The test uses all 10,000 test images.
+    """
     if not data_dir.is_dir():
         raise UserError(f"--data-dir {data_dir} is not a folder; examples/imagenet/get_cifar10.sh fetches CIFAR-10")
     (images, labels), test = cifar10.read(data_dir)
-    # RandomState, because its stream is frozen between versions of numpy.
+    # RandomState gives the same stream in all numpy versions.
     order = np.random.RandomState(0).permutation(len(labels))
     chosen, held = order[:5000], order[5000:7500]
     return Task(
@@ -60,7 +66,7 @@ def _cifar(data_dir: Path) -> Task:
 
 
 def _halved(images: np.ndarray) -> np.ndarray:
-    """Each 2 x 2 pixels averaged."""
+    """Average each block of 2 x 2 pixels."""
     n, height, width, channels = images.shape
     parts = images.reshape(n, height // 2, 2, width // 2, 2, channels)
     return np.round(parts.mean((2, 4), dtype=np.float32)).astype(np.uint8)
@@ -68,7 +74,10 @@ def _halved(images: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def _digits(data_dir: Path) -> Task:
-    """1,000 of the handwritten digits of scikit-learn (8 x 8) to train on, 400 to validate, 397 to test."""
+    """Return the task of scikit-learn's handwritten digits (8 x 8 pixels).
+
+    It has 1,000 training images, 400 validation images and the other 397 as test images.
+    """
     del data_dir
     from sklearn.datasets import load_digits
 
@@ -86,7 +95,10 @@ def _digits(data_dir: Path) -> Task:
 
 @functools.lru_cache(maxsize=1)
 def _fashion(data_dir: Path) -> Task:
-    """50,000 images of Fashion-MNIST (28 x 28) to train on, 10,000 others to validate, 10,000 test images."""
+    """Return the Fashion-MNIST task (28 x 28 pixels).
+
+    The training set gives 50,000 images to train on and 10,000 images to validate. The test uses all test images.
+    """
 
     def read(name: str, offset: int) -> np.ndarray:
         path = data_dir / f"{name}.gz"
@@ -107,7 +119,7 @@ def _fashion(data_dir: Path) -> Task:
 
 
 def _toy(data_dir: Path) -> Task:
-    """64 dark and light images: for the tests of this study."""
+    """Return a task with dark and light images, for the study's tests."""
     del data_dir
     rng = np.random.RandomState(0)
     labels = np.arange(96) % 2

@@ -1,4 +1,4 @@
-"""One trial: a task, a method and its settings, trained for a budget of steps."""
+"""Run a trial: train a task with a method and its settings for a budget of steps."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from adaptive_interval import AdaptiveInterval, change_of
 from batches import Plan
 from tasks import Task
 
-# Settings that make another program; all others are numbers that the program takes as arguments.
+# Settings that need a separate program. All other settings are numbers that the program takes as arguments.
 STATIC = (
     "nesterov", "lr_in_momentum", "precision", "fisher", "subsample", "statistics_dtype", "rescale", "turned",
     "tangent", "batch_norm_blocks", "preconditioner",
     "momentum_first", "eigenbasis_adam", "adaptive_damping",
 )  # fmt: skip
-# When statistics are collected is decided outside of the programs.
+# Settings that decide, outside the programs, when to collect statistics.
 OUTSIDE = ("statistics_period", "statistics_threshold")
-STATISTICS_WARMUP = 10  # first steps of which every one collects statistics
+STATISTICS_WARMUP = 10  # the number of first steps that all collect statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What makes a trial: two with the same fields are the same, and need to be run once."""
+    """Identify a trial. Trials with equal fields are the same trial and run only once."""
 
     task: str
     method: str
@@ -45,7 +45,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Text that is the same for the same trial."""
+        """Return a text that is the same for equal trials."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
@@ -57,7 +57,7 @@ class State(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The compiled parts of a trial; `observe`, which takes statistics, is None except for K-FAC."""
+    """Hold the compiled parts of a trial. `observe` takes statistics, and is None except for K-FAC."""
 
     init: Any
     observe: Any
@@ -72,7 +72,7 @@ def normalised(task: Task, images: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names: tuple[str, ...], batch: int):
-    """Compiles what trials of one kind share: budget, rates and other numbers are arguments."""
+    """Compile the programs that similar trials share. Budget, rates and other numbers are arguments."""
     fixed = dict(static)
     model = task.model
     use_kfac = method == "kfac"
@@ -112,7 +112,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         return State(params, variables["batch_stats"], transform(settings, steps).init(params), norms)
 
     def observe(state, images, labels, key):
-        """Return the state with new statistics, and by how much they differ from their running averages."""
+        """Return the state with new statistics, and their relative change from the running averages."""
         measure = kfac.statistics(
             loss_fn, layers, has_aux=True, fisher=fixed.get("fisher", "empirical"),
             fraction=1 / fixed.get("subsample", 1),
@@ -156,21 +156,21 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[tuple[tuple[str, Any], ...], dict[str, Any]]:
-    """What makes another program, and the numbers."""
+    """Split the settings into `STATIC` settings, which need a separate program, and numbers."""
     static = tuple(sorted((name, value) for name, value in settings.items() if name in STATIC))
     return static, {name: np.float32(value) for name, value in settings.items() if name not in (*STATIC, *OUTSIDE)}
 
 
 def prepare(task: Task, trial: Trial) -> tuple[Programs, dict[str, Any]]:
-    """The programs of a trial and the numbers that they take."""
+    """Return a trial's programs and their numeric arguments."""
     static, numbers = split_settings(trial.settings)
     return programs(task, trial.method, static, tuple(sorted(numbers)), trial.batch), numbers
 
 
 def run(task: Task, trial: Trial) -> dict[str, Any]:
-    """Trains; returns the trial with its curve of validation accuracies, the losses and the test accuracy.
+    """Train, and return the trial with its validation curve, losses and test accuracy.
 
-    A trial whose loss is no longer finite stops; its curve goes on at chance.
+    If the loss becomes non-finite, the trial stops, and its accuracies count as chance.
     """
     compiled, numbers = prepare(task, trial)
     steps = np.float32(trial.steps)
@@ -216,7 +216,7 @@ def run(task: Task, trial: Trial) -> dict[str, Any]:
 
 
 def accuracy(compiled: Programs, state: State, split: tuple[np.ndarray, np.ndarray]) -> float:
-    """Of the network with its averaged batch-norm statistics, in equal parts of the images."""
+    """Return the accuracy with averaged batch-norm statistics, over equal parts of the images."""
     images, labels = split
     size = max(d for d in range(1, 501) if len(labels) % d == 0)
     parts = range(0, len(labels), size)

@@ -1,10 +1,11 @@
-"""Networks whose kernels have no exact rows, trained with the gradient's own factors, beside AdamW and Muon.
+"""Compare K-FAC with AdamW and Muon on networks whose kernels have no exact rows.
 
     python examples/large_batch/without_rows.py                # three seeds, about ten minutes on two cores
     python examples/large_batch/without_rows.py --seeds 1 --networks "weight norm"
 
-Small networks on scikit-learn's digits, 60 steps at batch N/10. Nothing is skipped and nothing set but the rate; of
-each method the best of its rates counts. Printed is the mean of the last five training losses, over the seeds.
+Instead of rows, K-FAC uses the gradient's own factors. The small networks train on scikit-learn's digits for 60 steps
+at batch size N/10. K-FAC skips no parameter, and sets only the rate. For each method, the script prints the result with
+the best rate. The result is the mean of the last five training losses, averaged over the seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def tree(key: jax.Array, **shapes: tuple[int, ...]) -> Params:
 
 
 def perceptron(kernel: Callable[[Params, str], jax.Array]) -> Callable[[Params, Any], jax.Array]:
-    """The loss of two hidden layers, whose kernels are made by `kernel`."""
+    """Return the loss of a network with two hidden layers, whose kernels come from `kernel`."""
 
     def loss(p: Params, batch: Any) -> jax.Array:
         x = batch["image"].reshape(-1, 64)
@@ -71,7 +72,7 @@ class Network(NamedTuple):
 
 
 def weight_norm() -> Network:
-    """Salimans & Kingma 2016: a direction and a length for each output."""
+    """Return a network with a direction and a length for each output (Salimans & Kingma 2016)."""
 
     def init(key: jax.Array) -> Params:
         params = tree(key, **PLAIN)
@@ -84,7 +85,10 @@ def weight_norm() -> Network:
 
 
 def spectral_norm() -> Network:
-    """Miyato et al. 2018: a kernel over an estimate of its largest singular value, with a learned factor."""
+    """Return a network with a learned gain whose kernels are divided by their largest singular value.
+
+    The singular value is an estimate (Miyato et al. 2018).
+    """
 
     def init(key: jax.Array) -> Params:
         return tree(key, **PLAIN) | {"gain": jnp.full((), 3.0)}
@@ -103,7 +107,7 @@ def spectral_norm() -> Network:
 
 
 def standardised() -> Network:
-    """Qiao et al. 2019: convolutions whose kernels have mean zero and variance one for each output."""
+    """Return convolutions whose kernels have zero mean and unit variance for each output (Qiao et al. 2019)."""
 
     def init(key: jax.Array) -> Params:
         kernels = {"c0": (3, 3, 1, 16), "c1": (3, 3, 16, 16), "c2": (3, 3, 16, 32), "w": (32, 10)}
@@ -125,7 +129,10 @@ def standardised() -> Network:
 
 
 def adapters() -> Network:
-    """Hu et al. 2021, merged before they are used: frozen kernels and a difference of rank 8."""
+    """Return a network whose kernels are frozen, with low-rank adapters (Hu et al. 2021).
+
+    The adapters have rank 8, and are added to the kernels before use.
+    """
     frozen = tree(jax.random.key(100), **PLAIN)
 
     def init(key: jax.Array) -> Params:
@@ -140,7 +147,10 @@ def adapters() -> Network:
 
 
 def quantised() -> Network:
-    """Kernels rounded to 15 values, of a learned step, straight through."""
+    """Return a network whose kernels are rounded to 15 values.
+
+    The step between values is learned, and the gradient passes straight through the rounding.
+    """
 
     def init(key: jax.Array) -> Params:
         return tree(key, **PLAIN) | {f"s{k}": jnp.zeros(()) for k in range(3)}
@@ -154,7 +164,10 @@ def quantised() -> Network:
 
 
 def hypernetwork() -> Network:
-    """Ha et al. 2016: a small network makes all kernels from a learned code of each layer."""
+    """Return a network whose kernels come from a small hypernetwork (Ha et al. 2016).
+
+    The hypernetwork computes each layer's kernel from a learned code.
+    """
     rank = 16
 
     def init(key: jax.Array) -> Params:
@@ -201,7 +214,10 @@ def optimizer(method: str, rate: float, layers: kfac.Layers | None) -> Any:
 
 
 def trained(init: Callable[..., Any], loss_fn: Callable[..., Any], make: Callable[..., Any], seed: int) -> np.ndarray:
-    """The loss of each step on digits; `make(params, batch)` gives the layers, or None, and the optimizer."""
+    """Train on digits and return the loss of each step.
+
+    `make(params, batch)` returns the layers and the optimizer. The layers are None except for K-FAC.
+    """
     images, labels = load_digits(return_X_y=True)
     data = {"image": (images / 16).reshape(-1, 8, 8).astype(np.float32), "label": labels.astype(np.int32)}
     params, rng = init(jax.random.key(seed)), np.random.default_rng(seed)
@@ -226,7 +242,7 @@ def trained(init: Callable[..., Any], loss_fn: Callable[..., Any], make: Callabl
 
 
 def train(network: Network, method: str, rate: float, seed: int) -> float:
-    """The mean of the last five training losses."""
+    """Train, and return the mean of the last five training losses."""
 
     def make(params: Any, batch: Any) -> Any:
         layers = kfac.find_layers(network.loss, params, batch) if method == "kfac" else None

@@ -1,4 +1,4 @@
-"""Differential equations on boxes, and the residuals of a network that is to solve them."""
+"""Define differential equations on boxes, and the residuals of a network that solves them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,20 +9,20 @@ import numpy as np
 
 import kfac
 
-WEIGHT = 30.0  # of the boundary
+WEIGHT = 30.0  # the boundary's weight
 VISCOSITY = 0.1 / np.pi
 NODES, WEIGHTS = np.polynomial.hermite.hermgauss(64)
 
 
 class Problem(NamedTuple):
-    residual: Callable[..., jax.Array]  # residual(u, x) of the equation, u a function of a point; and its coefficient
-    exact: Callable[..., jax.Array]  # exact(x), which also gives the values on the faces
+    residual: Callable[..., jax.Array]  # residual(u, x), or residual(u, x, coefficient); u is a function of a point
+    exact: Callable[..., jax.Array]  # exact(x), also the boundary values
     low: tuple[float, ...]
     high: tuple[float, ...]
-    faces: tuple[tuple[int, float], ...]  # an axis and its value there; none: what is known is measured inside
-    inner: int  # points
-    edge: int  # on the faces
-    coefficient: float | None = None  # where to begin with one that is not known
+    faces: tuple[tuple[int, float], ...]  # axis and coordinate; if empty, `edge` points lie inside
+    inner: int  # points inside
+    edge: int  # points on the faces
+    coefficient: float | None = None  # initial value, if it is unknown
     widths: tuple[int, ...] = (32, 32)
 
 
@@ -31,7 +31,7 @@ def derivative(u: Callable, x: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def laplacian(u: Callable, x: jax.Array) -> jax.Array:
-    """In forward mode."""
+    """Return the Laplacian of `u` at `x`, computed in forward mode."""
     second = lambda v: derivative(lambda x: derivative(u, x, v), x, v)  # noqa: E731
     return jnp.sum(jax.vmap(second)(jnp.eye(len(x))))
 
@@ -43,7 +43,7 @@ def burgers(u: Callable, x: jax.Array) -> jax.Array:
 
 
 def burgers_exact(x: jax.Array) -> jax.Array:
-    """By the Cole-Hopf transformation, from -sin(pi x) at time 0."""
+    """Return the exact solution by the Cole-Hopf transformation, starting from -sin(pi x) at time 0."""
     y = x[1] - jnp.sqrt(4 * VISCOSITY * x[0]) * NODES
     mass = WEIGHTS * jnp.exp(-(jnp.cos(jnp.pi * y) + 1) / (2 * jnp.pi * VISCOSITY))
     return -jnp.sum(jnp.sin(jnp.pi * y) * mass) / jnp.sum(mass)
@@ -55,7 +55,7 @@ def heat(u: Callable, x: jax.Array, coefficient: jax.Array) -> jax.Array:
 
 
 def heat_exact(x: jax.Array) -> jax.Array:
-    """With the coefficient 0.1."""
+    """Return the exact solution for the coefficient 0.1."""
     k = jnp.pi * jnp.arange(1, 3)
     return jnp.sum(jnp.exp(-0.1 * k**2 * x[0]) * jnp.sin(k * x[1]))
 
@@ -123,7 +123,10 @@ def at_point(params: Any, problem: Problem, x: jax.Array, on_face: bool) -> jax.
 
 
 def residuals(params: Any, problem: Problem, inner: jax.Array, edge: jax.Array) -> jax.Array:
-    """What the loss is half the squared norm of: the equation inside, and the values on the faces."""
+    """Return the residuals: the equation inside, and the values on the faces.
+
+    The loss is half their squared norm.
+    """
     inside = jax.vmap(lambda x: at_point(params, problem, x, False))(inner)
     outside = jax.vmap(lambda x: at_point(params, problem, x, True))(edge)
     inside = kfac.mark_output(inside[:, None], "residual")[:, 0]

@@ -1,6 +1,6 @@
-"""Physics-informed networks: K-FAC and Gauss-Newton against Adam, SOAP and L-BFGS, error against seconds.
+"""Train physics-informed networks with K-FAC, Gauss-Newton, Adam, SOAP and L-BFGS, and compare errors over time.
 
-python examples/physics/pinn.py    # a table, results.json, and docs/physics.png; about ten minutes
+python examples/physics/pinn.py    # print a table, write results.json, draw docs/physics.png; about ten minutes
 """
 
 import json
@@ -17,12 +17,16 @@ from matplotlib.figure import Figure
 from equations import PROBLEMS, Problem, init, network, points
 from solvers import start
 
-# One setting for all equations: the rate, the memory of L-BFGS, the damping over the loss. K-FAC has none.
+# Each method's setting serves all equations: a rate, L-BFGS's memory, or the damping relative to the loss. K-FAC needs
+# no setting.
 SETTINGS = {"adam": 1e-2, "soap": 1e-2, "lbfgs": 50.0, "gauss-newton": 1e-4, "kfac": 0.0}
 
 
 def compiled(name: str, problem: Problem, seed: int) -> tuple[Any, Any, Callable, int]:
-    """Parameters and state at the beginning, several steps in one, how many, and the relative L2 error."""
+    """Return the initial parameters and state, a program for several steps, the error function, and the step count.
+
+    The error is the relative L2 error.
+    """
     params = init(jax.random.key(seed), problem)
     batch = points(problem, 2 * seed, problem.inner), points(problem, 2 * seed + 1, problem.edge, faces=True)
     test = points(problem, 10**6, 4000)
@@ -46,7 +50,7 @@ def compiled(name: str, problem: Problem, seed: int) -> tuple[Any, Any, Callable
 
 
 def train(name: str, problem: Problem, seconds: float, seed: int = 0) -> list[dict[str, float]]:
-    """Steps, seconds of the processor in them (the first has those of compiling), and errors."""
+    """Train, and return a curve of steps, processor seconds and errors. The first point has the compilation seconds."""
     began = time.process_time()
     carry, steps, error, count = compiled(name, problem, seed)
     compiling = time.process_time() - began
@@ -64,7 +68,7 @@ def train(name: str, problem: Problem, seconds: float, seed: int = 0) -> list[di
 
 
 def compare(seconds: float, names: Sequence[str], path: Path, picture: Path, seed: int = 1) -> dict[str, Any]:
-    """Every method once on each problem, all from the same start and at the same points."""
+    """Run every method once on each problem, with the same initial parameters and the same points."""
     found: dict[str, Any] = {}
     figure = Figure(figsize=(4 * len(names), 3.4), layout="constrained")
     for axis, title in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
@@ -84,7 +88,7 @@ def compare(seconds: float, names: Sequence[str], path: Path, picture: Path, see
 
 
 if __name__ == "__main__":
-    # The errors of the better methods are below what float32 can compute of a Laplacian.
+    # The better methods reach errors below the accuracy of a float32 Laplacian.
     jax.config.update("jax_enable_x64", True)
     results = Path(__file__).with_name("results.json")
     compare(10, list(PROBLEMS), results, Path(__file__).parents[2] / "docs" / "physics.png")

@@ -1,4 +1,4 @@
-"""SOAP, short: Adam in the eigenbasis of Shampoo's matrices (Vyas et al. 2024, arXiv:2409.11321)."""
+"""Implement SOAP: Adam in the eigenbasis of Shampoo's matrices (Vyas et al. 2024, arXiv:2409.11321)."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ import optax
 
 
 class Leaf(NamedTuple):
-    """Of one parameter: the matrices of both sides, their eigenvectors, and Adam's two moments."""
+    """Hold a parameter's Shampoo matrices for all sides, their eigenvectors, and Adam's two moments."""
 
     sides: list[jax.Array]
     bases: list[jax.Array]
-    mean: jax.Array  # as the parameter is
+    mean: jax.Array  # in the parameter's coordinates
     square: jax.Array  # in the eigenbasis
 
 
@@ -23,7 +23,10 @@ def rotate(x: jax.Array, bases: list[jax.Array], back: bool = False) -> jax.Arra
 
 
 def soap(b1: float = 0.95, b2: float = 0.95, every: int = 10, eps: float = 1e-8) -> optax.GradientTransformation:
-    """The direction, to be multiplied by a rate. Bases follow by one step of the power method, every so many steps."""
+    """Return SOAP's direction, which the caller multiplies by a rate.
+
+    A power-method step renews the bases after every `every` steps.
+    """
 
     def init_leaf(p):
         units = [jnp.eye(size, dtype=p.dtype) for size in p.shape]

@@ -1,4 +1,4 @@
-"""One step of each method: `start(...)` returns a state and `step(params, state, setting, fall, key)`."""
+"""Define each method's step: `start(...)` returns a state and `step(params, state, setting, fall, key)`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,10 @@ from soap import soap
 
 
 def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) -> tuple[Any, Callable]:
-    """The state at the beginning, and `step(params, state, setting, fall, key)`, `fall` from 1 to 0 with the time."""
+    """Return the initial state and `step(params, state, setting, fall, key)`.
+
+    During training, `fall` decreases from 1 to 0.
+    """
     residual = lambda params: residuals(params, problem, *batch)  # noqa: E731
     loss = lambda params: 0.5 * jnp.sum(residual(params) ** 2)  # noqa: E731
 
@@ -39,16 +42,16 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
         return tx.init(params), quasi_newton
 
     def along(params, directions, grads, damping):
-        """The step in the span of the directions that Gauss-Newton's model likes best (Martens & Grosse 2015, 7)."""
+        """Return the Gauss-Newton model's best step in the directions' span (Martens & Grosse 2015, section 7)."""
         products = jnp.stack([derivative(residual, params, d) for d in directions])
         flat = jnp.stack([ravel_pytree(d)[0] for d in directions])
         model = products @ products.T + damping * flat @ flat.T
-        model += jnp.diag(1e-10 * jnp.diag(model) + 1e-300)  # the first step has no last one
+        model += jnp.diag(1e-10 * jnp.diag(model) + 1e-300)  # the first step has no previous step
         return ravel_pytree(params)[1](-jnp.linalg.solve(model, flat @ ravel_pytree(grads)[0]) @ flat)
 
     def gauss_newton(params, last, damping, fall, key):
         r, pull = jax.vjp(residual, params)
-        damping = damping * 0.5 * r @ r  # times the loss, as Levenberg and Marquardt have it
+        damping = damping * 0.5 * r @ r  # times the loss, as in Levenberg-Marquardt
         slope = lambda x, on_face: ravel_pytree(jax.grad(at_point)(params, problem, x, on_face))[0]  # noqa: E731
         inside, outside = (jax.vmap(lambda x, face=face: slope(x, face))(batch[face]) for face in (False, True))
         jacobian = jnp.concatenate([inside / len(inside) ** 0.5, outside * (WEIGHT / len(outside)) ** 0.5])

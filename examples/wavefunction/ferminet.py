@@ -1,4 +1,4 @@
-"""A small FermiNet: log |psi| of the electrons of an atom, and their local energy."""
+"""Define a small FermiNet: log |psi| for an atom's electrons, and their local energy."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ import kfac
 
 class Atom(NamedTuple):
     charge: int
-    up: int  # electrons with spin up; all others have spin down
-    energy: float  # in hartree: exact in the limit of a heavy nucleus, without relativity
+    up: int  # electrons with spin up; the other electrons have spin down
+    energy: float  # exact energy in hartree, for a heavy nucleus and without relativity
 
 
 ATOMS = {"hydrogen": Atom(1, 1, -0.5), "helium": Atom(2, 1, -2.903724), "lithium": Atom(3, 2, -7.478060)}
@@ -19,8 +19,8 @@ ATOMS = {"hydrogen": Atom(1, 1, -0.5), "helium": Atom(2, 1, -2.903724), "lithium
 
 class Sizes(NamedTuple):
     layers: int = 2
-    one: int = 24  # features of an electron
-    two: int = 6  # features of a pair
+    one: int = 24  # features per electron
+    two: int = 6  # features per pair
     determinants: int = 4
 
 
@@ -28,12 +28,12 @@ SMALL = Sizes()
 
 
 def sizes_of(atom: Atom) -> list[int]:
-    """How many electrons each spin has."""
+    """Return the number of electrons for each spin."""
     return [size for size in (atom.up, atom.charge - atom.up) if size]
 
 
 def init(key: jax.Array, atom: Atom, sizes: Sizes) -> Any:
-    """Orbitals have a decay of their own for every electron, that of the charge at the beginning."""
+    """Return initial parameters. Each orbital has a separate decay, whose initial value depends on the charge."""
     keys = iter(jax.random.split(key, 2 * sizes.layers + 1))
 
     def dense(d_in, d_out):
@@ -43,7 +43,7 @@ def init(key: jax.Array, atom: Atom, sizes: Sizes) -> Any:
     spins = len(sizes_of(atom))
     for k in range(sizes.layers):
         params[f"one {k}"] = dense((1 + spins) * one + spins * two, sizes.one)
-        if k < sizes.layers - 1:  # the last layer's pairs would be read by nothing
+        if k < sizes.layers - 1:  # the network does not read the last layer's pairs
             params[f"two {k}"] = dense(two, sizes.two)
         one, two = sizes.one, sizes.two
     for spin, size in enumerate(sizes_of(atom)):
@@ -54,13 +54,13 @@ def init(key: jax.Array, atom: Atom, sizes: Sizes) -> Any:
 
 
 def log_psi(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
-    """The logarithm of |psi| at the positions `x`, `[3 electrons]`."""
+    """Return log |psi| at the positions `x`, `[3 electrons]`."""
     n = atom.charge
     x = x.reshape(n, 3)
     spins = [slice(0, atom.up), slice(atom.up, n)][: len(sizes_of(atom))]
     r = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
     difference = x[:, None] - x
-    # The distance of an electron to itself is zero, where a norm has no derivative.
+    # An electron's distance to itself is zero. A norm has no derivative there, so the diagonal is set to one.
     apart = jnp.sqrt(jnp.sum(difference**2, -1, keepdims=True) + jnp.eye(n)[..., None])
     one = jnp.concatenate([x, r], -1)
     two = jnp.concatenate([difference, apart * (1 - jnp.eye(n)[..., None])], -1)
@@ -84,7 +84,7 @@ def _dense(layer: Any, x: jax.Array) -> jax.Array:
 
 
 def local_energy(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
-    """`H psi / psi`, the kinetic part by forward derivatives of the gradient, one coordinate after the other."""
+    """Return `H psi / psi`. The kinetic part uses the gradient's forward derivative for each coordinate."""
     gradient = jax.grad(log_psi, argnums=2)
 
     def second(unit):
@@ -99,7 +99,10 @@ def local_energy(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
 
 
 def clipped(energies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean, and the differences from it without outliers: at most five mean absolute deviations."""
+    """Return the mean energy, and the centred energies with outliers clipped.
+
+    An outlier differs from the median by more than five mean absolute deviations.
+    """
     mean, middle = energies.mean(), jnp.median(energies)
     width = 5 * jnp.mean(jnp.abs(energies - middle))
     near = jnp.clip(energies, middle - width, middle + width)
@@ -107,9 +110,10 @@ def clipped(energies: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def logs(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
-    """log |psi| of all walkers, marked: the Fisher matrix of psi^2 has the products of its gradients, four times.
+    """Return log |psi| for all walkers, marked as residuals.
 
-    Those are the Gauss-Newton matrix of residuals, of which there is one for each walker.
+    The Fisher matrix of psi^2 is four times the mean product of the gradients of log |psi|. These products form the
+    Gauss-Newton matrix with a residual for each walker.
     """
     found = jax.vmap(lambda x: log_psi(params, atom, x))(x)
     return kfac.mark_output(found[:, None], "residual")[:, 0]
@@ -120,13 +124,16 @@ def local_energies(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
 
 
 def surrogate(params: Any, atom: Atom, x: jax.Array) -> jax.Array:
-    """A number of no meaning whose gradient is half of that of the energy, `2 E[(E_loc - E) grad log |psi|]`."""
+    """Return a surrogate loss, whose gradient is half the energy's gradient `2 E[(E_loc - E) grad log |psi|]`.
+
+    The loss value itself has no meaning.
+    """
     change = jax.lax.stop_gradient(clipped(local_energies(params, atom, x))[1])
     return jnp.mean(change * logs(params, atom, x))
 
 
 def make_energy(atom: Atom) -> Any:
-    """`energy(params, x)`, the mean local energy, with the same gradient by a rule of its own."""
+    """Return `energy(params, x)`, the mean local energy, whose custom rule gives the surrogate's gradient."""
 
     @jax.custom_jvp
     def energy(params, x):

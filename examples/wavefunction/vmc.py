@@ -1,6 +1,6 @@
-"""Variational Monte Carlo of hydrogen, helium and lithium with a small FermiNet: K-FAC, SPRING and Adam.
+"""Run variational Monte Carlo for hydrogen, helium and lithium with a small FermiNet, K-FAC, SPRING and Adam.
 
-python examples/wavefunction/vmc.py    # a table, and docs/wavefunction.png
+python examples/wavefunction/vmc.py    # print a table, and draw docs/wavefunction.png
 """
 
 import sys
@@ -21,12 +21,15 @@ from matplotlib.figure import Figure
 import kfac
 from ferminet import ATOMS, SMALL, Atom, Sizes, clipped, init, local_energies, log_psi, logs, make_energy
 
-# Learning rates at the beginning; they fall as 1 / (1 + 5 t) from t = 0 to 1.
+# Initial learning rates. They fall as 1 / (1 + 5 t) from t = 0 to 1.
 RATES = {"adam": 1e-2, "kfac": 0.1, "kfac, centred": 0.1, "spring": 0.1}
 
 
 def walk(params: Any, atom: Atom, x: jax.Array, width: jax.Array, key: jax.Array, steps: int = 10) -> Any:
-    """Metropolis: so many moves of all electrons; new positions, and a width nearer to half of them accepted."""
+    """Move all electrons by `steps` Metropolis steps, and return the new positions and an adapted width.
+
+    The width moves towards an acceptance rate of a half.
+    """
     density = jax.vmap(lambda x: 2 * log_psi(params, atom, x))
 
     def move(carry, key):
@@ -42,10 +45,10 @@ def walk(params: Any, atom: Atom, x: jax.Array, width: jax.Array, key: jax.Array
 
 
 def centred(direction: Any, mean: Any, along: Any) -> Any:
-    """`(F - m m^T)^-1 g`, layer by layer, from `F^-1 g`, `m` and `F^-1 m` (Sherman & Morrison).
+    """Return `(F - m m^T)^-1 g` layer by layer from `F^-1 g`, `m` and `F^-1 m` (Sherman & Morrison).
 
-    psi may be multiplied by any number, so what counts of the gradients of log |psi| is their covariance; `F` holds
-    their second moments.
+    A constant factor of psi has no effect, so the natural gradient needs the covariance of the gradients of log |psi|.
+    `F` holds their second moments.
     """
 
     def one(d, m, a):
@@ -56,16 +59,19 @@ def centred(direction: Any, mean: Any, along: Any) -> Any:
 
 
 def bounded(direction: Any, gradient: Any, rate: jax.Array) -> Any:
-    """`rate` times the direction, with a squared length of at most 1e-3 in the metric (Ba et al. 2017)."""
+    """Return `rate` times the direction, with a squared length of at most 1e-3 in the metric (Ba et al. 2017)."""
     squared = rate**2 * jnp.abs(optax.tree.vdot(direction, gradient))
     return optax.tree.scale(rate * jnp.minimum(1, jnp.sqrt(1e-3 / squared)), direction)
 
 
 def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-3) -> tuple[Any, Callable]:
-    """A state, and `step(params, state, x, rate)`: the energy before it, and its change of the parameters."""
+    """Return an initial state and `step(params, state, x, rate, key)`.
+
+    A step returns the energy before it, the change to subtract from the parameters, and the new state.
+    """
     energy, marked = make_energy(atom), lambda params, x: logs(params, atom, x).mean()
     layers = kfac.find_layers(marked, params, x)
-    # Gradients are halves, as of the surrogate; then the matrix is that of the gradients of log |psi|.
+    # As for the surrogate, gradients are half the energy's gradients. The matrix then uses the gradients of log |psi|.
 
     if name == "adam":
         adam = optax.scale_by_adam()
@@ -80,7 +86,7 @@ def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-
     if name == "spring":
 
         def spring(params, last, x, rate, key):
-            """MinSR with the last step as a first guess (Goldshlager et al. 2024), by the kernel of the walkers."""
+            """Apply MinSR through the walkers' kernel, with the last step as a guess (Goldshlager et al. 2024)."""
             value, change = clipped(local_energies(params, atom, x))
             slope = jax.vmap(lambda x: ravel_pytree(jax.grad(log_psi)(params, atom, x))[0])(x)
             slope = (slope - slope.mean(0)) / len(x) ** 0.5
@@ -110,7 +116,7 @@ def start(name: str, atom: Atom, params: Any, x: jax.Array, damping: float = 1e-
 def train(
     name: str, atom: Atom, steps: int, walkers: int, seed: int = 0, sizes: Sizes = SMALL, rate: float | None = None
 ) -> tuple[Any, Any, list[float], float]:
-    """Parameters, walkers and their width, energies of the batches, and seconds a step."""
+    """Train, and return the parameters, the walkers and their width, the batches' energies, and seconds per step."""
     k1, k2, k3 = jax.random.split(jax.random.key(seed), 3)
     params, x = init(k1, atom, sizes), jax.random.normal(k2, (walkers, 3 * atom.charge))
     width = jnp.asarray(0.5)
@@ -129,7 +135,7 @@ def train(
     for k in range(steps):
         params, state, x, width, value = iterate(params, state, x, width, k)
         energies.append(float(value))
-        begin = begin or time.process_time()  # compilation is left out
+        begin = begin or time.process_time()  # excludes compilation
         if k % 20 == 19:
             print(
                 f"\r{name}: step {k + 1} of {steps}, {np.mean(energies[-20:]):.4f}", end="", file=sys.stderr, flush=True
@@ -139,7 +145,7 @@ def train(
 
 
 def evaluate(params: Any, atom: Atom, x: jax.Array, width: jax.Array, rounds: int = 200) -> tuple[float, float]:
-    """The energy without clipping, and its standard error, from the means of `rounds` further rounds."""
+    """Return the energy without clipping and its standard error, from `rounds` further rounds."""
 
     @jax.jit
     def of_rounds(x, width):
@@ -150,7 +156,7 @@ def evaluate(params: Any, atom: Atom, x: jax.Array, width: jax.Array, rounds: in
         return lax.scan(one, (x, width), jax.random.split(jax.random.key(10**6), rounds))[1]
 
     blocks = np.asarray(of_rounds(x, width), np.float64)
-    blocks = blocks.reshape(min(20, rounds), -1).mean(1)  # neighbours depend on one another
+    blocks = blocks.reshape(min(20, rounds), -1).mean(1)  # successive rounds are correlated
     return float(blocks.mean()), float(blocks.std(ddof=1) / len(blocks) ** 0.5)
 
 
@@ -158,7 +164,7 @@ def run(
     plan: dict[str, tuple[str, ...]], steps: int = 250, walkers: int = 512, rounds: int = 200,
     sizes: Sizes = SMALL, picture: Path | None = None,
 ) -> list[tuple[str, str, float, float, float]]:  # fmt: skip
-    """Atom, method, its error and the standard error of that in millihartree, and seconds a step."""
+    """Return rows with atom, method, energy error, standard error and seconds per step. Errors are in millihartree."""
     found, figure = [], Figure(figsize=(10, 3.4), layout="constrained")
     for axis, (title, names) in zip(figure.subplots(1, len(plan), squeeze=False)[0], plan.items(), strict=True):
         for name in names:
