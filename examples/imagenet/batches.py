@@ -1,7 +1,7 @@
-"""Which images make up which batch, and data sets that lie in memory.
+"""Choose the images for each batch, and serve data sets from memory.
 
-Every batch is a function of (seed, step) alone, whatever the number of processes and of workers, so a resumed run sees
-what an uninterrupted one would have seen.
+Every batch depends on seed and step alone, not on the number of processes or workers. So a resumed run sees the same
+batches as an uninterrupted run.
 """
 
 import contextlib
@@ -17,15 +17,16 @@ import numpy as np
 
 from files import UserError
 
-# Streams of random numbers that must not coincide.
+# Random number streams, which must differ.
 ORDER, AUGMENT, SUBSTITUTE = 0, 1, 2
-# Seed and step: what the random numbers of an augmentation depend on besides the image.
+# Seed and step. Together with the image, they determine the augmentation.
 Key = tuple[int, int]
 
 
 class Batch(NamedTuple):
-    """`images` uint8 [n, h, w, c], `labels` int32 [n], `weights` float32 [n], of which zero marks what is only there to
-    fill the batch. `broken` names the files that are no images.
+    """Hold `images` uint8 [n, h, w, c], `labels` int32 [n] and `weights` float32 [n].
+
+    Weight zero marks padding and broken images. `broken` names the files that could not be decoded.
     """
 
     images: Any
@@ -41,10 +42,11 @@ def epoch_order(seed: int, epoch: int, images: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Plan:
-    """Batches of `size` images out of `images`, of which this process loads the positions `rows`.
+    """Divide `images` images into batches of `size`. This process loads the positions `rows` in each batch.
 
-    With a seed: the steps `start` to `stop` of a training; each epoch has a new order and leaves its remainder out.
-    Without: every image once, in order; beyond the last one is what only fills the batch.
+    With a seed, the plan covers the training steps `start` to `stop`. Each epoch has a new order and skips the
+    incomplete last batch. Without a seed, the plan covers every image once, in order, and pads the last batch. Indices
+    of padding are `images` or larger.
     """
 
     images: int
@@ -58,11 +60,11 @@ class Plan:
         return -(-self.images // self.size) if self.seed is None else self.stop - self.start
 
     def key(self, number: int) -> Key | None:
-        """What the augmentation of batch `number` depends on; None for none."""
+        """Return the key that determines the augmentation of batch `number`, or None without augmentation."""
         return None if self.seed is None else (self.seed, self.start + number)
 
     def indices(self, number: int) -> np.ndarray:
-        """The images of batch `number`, of all processes."""
+        """Return the image indices of batch `number` for all processes."""
         if self.seed is None:
             return np.arange(number * self.size, (number + 1) * self.size)
         epoch, position = divmod(self.start + number, self.images // self.size)
@@ -70,7 +72,7 @@ class Plan:
 
 
 class Dataset(NamedTuple):
-    """The two splits, whose `batches(plan)` are this process's rows, and what the network has to know about them."""
+    """Hold both splits and their properties. A split's method `batches(plan)` yields this process's rows."""
 
     name: str
     train: Any
@@ -83,29 +85,29 @@ class Dataset(NamedTuple):
     note: str = ""
 
     def found(self) -> dict[str, Any]:
-        """What must not change when a run goes on."""
+        """Return the properties that must stay the same when a run is resumed."""
         return {"training images": len(self.train), "validation images": len(self.val), "classes": self.num_classes,
                 "fingerprint": self.fingerprint}  # fmt: skip
 
 
 def train_batches(split: Any, size: int, seed: int, start: int, stop: int, rows: Any = None) -> Generator[Batch]:
-    """Batches of the steps `start` to `stop`; `rows` are those of each batch that this process loads, None for all."""
+    """Return batches for the steps `start` to `stop`. This process loads `rows` in each batch, or all rows if None."""
     return split.batches(Plan(len(split), size, np.arange(size) if rows is None else rows, seed, start, stop))
 
 
 def val_batches(split: Any, size: int, rows: Any = None) -> Generator[Batch]:
-    """Every image once, in batches of one size; the last is filled up with weight zero."""
+    """Return batches of equal size that hold every image once. Padding in the last batch has weight zero."""
     return split.batches(Plan(len(split), size, np.arange(size) if rows is None else rows))
 
 
 def prefetch(batches: Generator[Batch], place: Callable[[Any], Any]) -> Generator[Batch]:
-    """The same batches, the next one made and `place`d on the device by a thread while the device computes."""
+    """Yield the same batches. While the device computes, a thread loads and `place`s the next batch."""
 
     def following() -> Batch | None:
         batch = next(batches, None)
         return None if batch is None else Batch(*place(batch[:3]))._replace(broken=batch.broken)
 
-    # `batches` is closed after the thread has ended, which may be inside of it.
+    # Close `batches` after the thread has ended, because the thread may still use it.
     with contextlib.closing(batches), ThreadPoolExecutor(1, "prefetch") as pool:
         waiting = pool.submit(following)
         while (batch := waiting.result()) is not None:
@@ -114,8 +116,10 @@ def prefetch(batches: Generator[Batch], place: Callable[[Any], Any]) -> Generato
 
 
 def own_rows(mesh: Any, process: int, local: int, micro_batches: int) -> np.ndarray:
-    """Which images of a global batch a process loads, in the order of its devices: cut into micro-batches first and
-    those into devices, so that a micro-batch holds the same images on any number of devices.
+    """Return the positions in a global batch that a process loads, in the order of its devices.
+
+    The batch is divided into micro-batches, and each micro-batch over the devices. So a micro-batch holds the same
+    images on any number of devices.
     """
     mine = [k for k, device in enumerate(mesh.devices) if device.process_index == process]
     rows = np.arange(micro_batches * mesh.size * local).reshape(micro_batches, mesh.size, local)
@@ -123,7 +127,7 @@ def own_rows(mesh: Any, process: int, local: int, micro_batches: int) -> np.ndar
 
 
 class Broken(set[str]):
-    """The names of the images that could not be decoded, each said once; at more than `most` the run ends."""
+    """Collect the names of broken images, and print each name once. More than `most` broken images end the run."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -133,14 +137,14 @@ class Broken(set[str]):
             self.add(name)
             print(f"skipped {name}: damaged, or not a readable image", file=sys.stderr, flush=True)
         if len(self) > max(10, self.most):
-            raise UserError(f"{len(self)} images are broken, more than --max-broken; repair the data, or raise it")
+            raise UserError(f"{len(self)} images are broken, above --max-broken; repair the data or raise it")
 
 
 # Images in memory.
 
 
 class ArraySplit:
-    """Images in memory, repeated up to `length`; shifted by up to `shift` pixels and, if `flip`, mirrored."""
+    """Serve images from memory, repeated up to `length`. Shift them by up to `shift` pixels, and mirror if `flip`."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, *, shift: int = 0, flip: bool = False, length: int = 0):
         self.images, self.labels = images, labels.astype(np.int32)
@@ -156,13 +160,13 @@ class ArraySplit:
             yield batch._replace(weights=(indices[plan.rows] < self.length).astype(np.float32))
 
     def load(self, indices: np.ndarray, key: Key | None, rows: np.ndarray | None = None) -> Batch:
-        """The images at `indices`, or those at `rows` of them, augmented by the random numbers of `key` if any."""
+        """Return the images at `indices`, or only at their positions `rows`. Augment them if `key` is given."""
         chosen = np.arange(len(indices)) if rows is None else rows
         own = indices[chosen] % len(self.images)
         images, labels = self.images[own], self.labels[own]
         if key is not None and (self.shift or self.flip):
             rng, pad, (n, height, width, _) = np.random.default_rng([key[0], AUGMENT, key[1]]), self.shift, images.shape
-            # Drawn for the whole batch, so that an image's do not depend on who loads it.
+            # Draw for the whole batch, so that the augmentation does not depend on the process.
             shifts = rng.integers(0, 2 * pad + 1, (2, len(indices), 1, 1))[:, chosen]
             mirrored = (rng.random((len(indices), 1, 1))[chosen] < 0.5) & self.flip
             padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
@@ -177,8 +181,8 @@ def load_digits() -> Dataset:
 
     images, labels = datasets.load_digits(return_X_y=True)
     images = np.round(images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
-    # 297 of the 1,797 for validation, each class in proportion; the same ones whatever --seed.
-    # RandomState, because its stream is frozen between versions of numpy.
+    # Take 297 of the 1,797 images for validation, with each class in proportion. They are the same for every --seed.
+    # RandomState's stream is the same in all versions of numpy.
     order = np.random.RandomState(0).permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     chosen = np.round(np.linspace(0, len(order) - 1, 297)).astype(int)

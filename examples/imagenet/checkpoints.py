@@ -1,7 +1,8 @@
-"""Checkpoints, for any number of devices: the state by orbax, what else a run must know as JSON, and the checksums of
-all of it, written before the folder gets its name. What is not as it was written is set aside, never restored.
+"""Write and restore checkpoints for any number of devices.
 
-Weights of a run, for use elsewhere: `weights(Path("runs/a"))`.
+A checkpoint holds the state (by orbax), other values (as JSON) and checksums for all files. The folder gets its final
+name last. Damaged checkpoints are renamed, never restored. `weights(Path("runs/a"))` returns a run's weights for use
+elsewhere.
 """
 
 import functools
@@ -22,16 +23,18 @@ import kfac
 from files import UserError
 from processes import SYSTEM_ERRORS, everyone, on_first
 
-# What `sha256sum --check SHA256SUMS` reads, too.
+# `sha256sum --check SHA256SUMS` also reads this file.
 SUMS = "SHA256SUMS"
 
 
-# The state of a run for any number of devices.
+# Converting the state for any number of devices.
 
 
 def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Two functions, compiled for a row of devices: a state as one device would hold it, but for mixed images, which
-    stay split, in their batch's order; and the inverse, for any number of devices.
+    """Return two compiled functions: `gather` and its inverse, `scatter`.
+
+    `gather` converts a state to its form on a single device. Mixed images stay split over the devices, but in the order
+    of the global batch. `scatter` converts such a state for any number of devices.
     """
 
     def portable(state: Any) -> Any:
@@ -53,12 +56,12 @@ def for_any_devices(mesh: Any, specs: Any, local_batch: int, has_kfac: bool) -> 
 
 
 def in_batch_order(x: jax.Array, devices: int, local: int) -> jax.Array:
-    """An array that is split over devices like the images, in the order of the global batch."""
+    """Reorder an array that is split over devices like the images, into the order of the global batch."""
     return x.reshape(devices, -1, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
 def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
-    """The inverse of `in_batch_order`."""
+    """Invert `in_batch_order`."""
     return x.reshape(-1, devices, local, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
 
@@ -66,10 +69,10 @@ def in_device_order(x: jax.Array, devices: int, local: int) -> jax.Array:
 
 
 class Checkpoints:
-    """The checkpoints of a run in `folder`: the last few, and the best by accuracy."""
+    """Keep a run's checkpoints in `folder`: the last `keep`, and the best by validation accuracy."""
 
     def __init__(self, folder: Path, keep: int, gather: Any = lambda state: state, scatter: Any = lambda state: state):
-        """`gather` makes of a state what is saved, `scatter` a state of that."""
+        """Set `gather`, which converts a state to its saved form, and `scatter`, which converts it back."""
         self.folder, self.keep, self.gather, self.scatter = folder.absolute(), keep, gather, scatter
         self.resumed: int | None = None
         on_first(lambda: list(map(shutil.rmtree, self.folder.glob("*.partial"))))
@@ -78,19 +81,23 @@ class Checkpoints:
         return max(steps(self.folder), default=None)
 
     def describe(self) -> str:
-        """For who has to go back to the last one, or to the one before that from which this run went on."""
+        """Return advice for a user whose run has failed.
+
+        The advice names the last good checkpoint. If the run was resumed from that checkpoint, it may have caused the
+        failure, so the advice names the good checkpoint before it.
+        """
         found = sorted(steps(self.folder), reverse=True)
         good = next((k for k in found if k != self.resumed and not damage(self.folder / str(k))), None)
         if self.resumed and (good is None or good < self.resumed):
-            before = f"from {good}, whose checksums are right" if good else "anew, for there is none before it"
+            before = f"from {good}, whose checksums are right" if good else "from the beginning, as there is no other"
             place = self.folder / str(self.resumed)
-            return f"the run went on from the checkpoint {place}; without it the same command begins {before}"
+            return f"the run was resumed from {place}; if you remove this checkpoint, the same command starts {before}"
         return f"the checkpoint {self.folder / str(good)} is good" if good else "no checkpoint was written yet"
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The last state that is as it was written, placed like `state`, and what was saved beside it.
+        """Return the last undamaged state, placed like `state`, and the other values in its checkpoint.
 
-        Raises `UserError` where there is none, or where it is one of another run; then nothing on disk is changed.
+        Raise `UserError` if there is no such checkpoint, or if it belongs to another run. Then nothing on disk changes.
         """
         like = self.gather(state)
         while (step := self.latest()) is not None:
@@ -99,34 +106,34 @@ class Checkpoints:
             if not (bad := max(everyone(damage(path, jax.process_index(), jax.process_count())))):
                 try:
                     saved = ocp.StandardCheckpointer().restore(path / "state", like)
-                except Exception as error:  # orbax raises what it meets: of tensorstore, of the file system
+                except Exception as error:  # orbax raises errors from tensorstore and the file system
                     _stop_at_system_error(error, path)
                     reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
                 if not (reason := max(everyone(reason))):
                     self.resumed = step
                     return self.scatter(saved), json.loads((path / "about.json").read_text())
-                raise UserError(f"the checkpoint {path} is not one of this run: {reason}; go on with the model, "
-                                "optimizer and version of kfac that wrote it, or name another --output")  # fmt: skip
+                raise UserError(f"the checkpoint {path} is not from this run: {reason}; use the model, optimizer "
+                                "and version of kfac that wrote it, or name another --output")  # fmt: skip
             if len(steps(self.folder)) == 1:
                 raise UserError(f"the checkpoint {path} is damaged ({bad}), and there is no other; remove "
-                                f"{self.folder} to begin anew")  # fmt: skip
+                                f"{self.folder} to start again")  # fmt: skip
             on_first(lambda at=path, why=bad: set_aside(at, why))  # type: ignore[misc]
         raise UserError(f"{self.folder} holds no checkpoint")
 
     def save(self, step: int, state: Any, extra: dict[str, Any], val_accuracy: float | None) -> None:
-        """Returns when it is written, with `extra` beside it; and removes those that are not kept."""
+        """Write a checkpoint with the values `extra`, and then remove old checkpoints."""
         partial, path = self.folder / f"{step}.partial", self.folder / str(step)
         try:
-            if path.exists():  # nothing has happened since
+            if path.exists():  # this step is already saved
                 return
             on_first(lambda: partial.mkdir(parents=True))
             with ocp.StandardCheckpointer() as writer:
                 writer.save(partial / "state", self.gather(state))
             on_first(lambda: self._finish(partial, path, {**extra, "val_accuracy": val_accuracy}))
-        except Exception as error:  # as in `restore`
+        except Exception as error:  # orbax raises any type, as in `restore`
             reason = _system_error(error) or f"{type(error).__name__}: {str(error).strip()[:200]}"
             raise UserError(f"no checkpoint can be written to {self.folder}: {reason}; make room, and the same command "
-                            "goes on from the last one that is there") from error  # fmt: skip
+                            "resumes from the last checkpoint") from error  # fmt: skip
 
     def _finish(self, partial: Path, path: Path, about: dict[str, Any]) -> None:
         (partial / "about.json").write_text(json.dumps(about))
@@ -146,7 +153,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def by_accuracy(folder: Path) -> list[tuple[int, float]]:
-    """Steps and accuracies of the checkpoints that say one, the best first."""
+    """Return steps and accuracies of all checkpoints with a readable accuracy, best first."""
     found = []
     for step in steps(folder):
         try:
@@ -167,7 +174,10 @@ def _contents(path: Path) -> list[Path]:
 
 
 def damage(path: Path, first: int = 0, every: int = 1) -> str:
-    """What is not as it was written in the checkpoint `path`, of every so many files; empty if nothing."""
+    """Return the first damage in the checkpoint `path`, or an empty string.
+
+    Checksums are compared for the files `first`, `first + every` and so on.
+    """
     try:
         rows = (path / SUMS).read_text().split("\n")[:-1]
         known = {name: digest for digest, name in (row.split("  ", 1) for row in rows)}
@@ -186,13 +196,13 @@ def damage(path: Path, first: int = 0, every: int = 1) -> str:
 def set_aside(path: Path, why: str) -> None:
     place = next(place for k in range(10**6) if not (place := path.with_name(f"damaged-{path.name}-{k}")).exists())
     path.rename(place)
-    print(f"the checkpoint {path} is damaged ({why}); it is set aside as {place.name}", flush=True)
+    print(f"the checkpoint {path} is damaged ({why}); it was renamed to {place.name}", flush=True)
 
 
 def _system_error(error: BaseException | None) -> str:
-    """What the system said where it, and not the files, is the cause; else empty."""
+    """Return the system's message if the system, not the checkpoint, caused the error. Else return an empty string."""
     while error is not None:
-        for code in SYSTEM_ERRORS:  # tensorstore says it in words
+        for code in SYSTEM_ERRORS:  # tensorstore has the system's message in its text
             if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
                 return os.strerror(code)
         error = error.__cause__ or error.__context__
@@ -205,14 +215,17 @@ def _stop_at_system_error(error: BaseException, path: Path) -> None:
 
 
 def weights(run: Path) -> tuple[Any, Any, int]:
-    """Parameters (averaged ones if it has them) and batch-norm averages of a run's best good checkpoint, its step."""
+    """Return parameters, batch-norm averages and step of a run's best undamaged checkpoint.
+
+    If the run averages its weights, return the averages.
+    """
     folder = run.absolute() / "checkpoints"
     for step, _ in by_accuracy(folder):
         if not (reason := damage(folder / str(step))):
             break
-        print(f"the checkpoint {folder / str(step)} is damaged ({reason}) and left out", flush=True)
+        print(f"the checkpoint {folder / str(step)} is damaged ({reason}); it is skipped", flush=True)
     else:
-        raise UserError(f"{run} holds no checkpoint that is as it was written; it must be the output folder of a run")
+        raise UserError(f"{run} holds no undamaged checkpoint; it must be the output folder of a run")
     checkpointer, path = ocp.PyTreeCheckpointer(), folder / str(step) / "state"
     tree = checkpointer.metadata(path).item_metadata.tree
     plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)

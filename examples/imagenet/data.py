@@ -1,7 +1,7 @@
-"""Data sets, and how encoded images become batches: decoded by threads, for Pillow works outside of Python's lock.
+"""Load data sets, and decode their images into batches.
 
-What is left inside of it is 0.12 ms an image, so one process can have several thousand images a second; for more, take
-one process for each GPU, as launch/slurm.sh does.
+Threads decode the images, because Pillow releases Python's lock. The remaining work takes 0.12 ms per image, so a
+process decodes several thousand images a second at most. For more, start a process per GPU, as launch/slurm.sh does.
 """
 
 import io
@@ -22,17 +22,17 @@ from files import UserError
 from records import Files
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# By content, whatever a file's name says. Not all that Pillow knows: for some formats it starts other programs.
+# Pillow finds the format from the content, not the name. For formats that are not listed, it may start other programs.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 Image.init()
-# What Pillow warns of as a decompression bomb (89 million pixels and more) is treated as a broken file.
+# Treat decompression bombs as broken files. Pillow warns about them from 89 million pixels.
 warnings.simplefilter("error", Image.DecompressionBombWarning)
-# Images that are tried in the place of a broken one.
+# Number of substitutes to try for a broken image.
 SUBSTITUTES = 50
 
 
 def load(config: Any) -> Dataset:
-    """Finds the data that `config` names; raises `UserError` where they are not there."""
+    """Return the data set that `config` names. Raise `UserError` if it is missing."""
     size, about = config.image_size, (IMAGENET_MEAN, IMAGENET_STD)
     if config.data == "digits":
         return batches.load_digits()
@@ -50,7 +50,7 @@ def load(config: Any) -> Dataset:
 
 
 class ImageSplit:
-    """Encoded images, decoded by `workers` threads; for a broken one training takes another, and validation none."""
+    """Decode images in `workers` threads. Training replaces a broken image, and validation skips it."""
 
     def __init__(self, records: Files, decoder: "Decoder", workers: int) -> None:
         self.records, self.decoder, self.workers = records, decoder, workers
@@ -65,7 +65,7 @@ class ImageSplit:
 
     def batch(self, pool: ThreadPoolExecutor, indices: list[int], key: Key | None) -> Batch:
         n, side = len(indices), self.decoder.size
-        # Zeros stay where the batch is only filled up, and where validation meets a broken image.
+        # Padding stays zero, and so do broken images in validation.
         images = np.zeros((n, side, side, 3), np.uint8)
         labels, weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
         broken: list[str] = []
@@ -77,17 +77,20 @@ class ImageSplit:
                 weights[at] = found is not None
 
         for _ in pool.map(load, range(n)):
-            pass  # it raises what `load` has raised
+            pass  # the loop raises all errors from `load`
         return Batch(images, labels, weights, tuple(sorted(broken)))
 
     def load(self, index: int, key: Key | None, into: np.ndarray, broken: list[str]) -> int | None:
-        """Decodes image `index`; in training, if it is broken, one drawn from all. Which one it was."""
+        """Decode image `index` into `into`. Return the index of the decoded image, or None.
+
+        In training, random substitutes replace a broken image.
+        """
         rng = None
         for _ in range(1 if key is None else SUBSTITUTES):
             try:
                 into[:] = self.decoder(self.records.read(index), index, key)
                 return index
-            except UserError:  # of the system, not of the image
+            except UserError:  # the system failed, not the image
                 raise
             except Exception:  # Pillow's decoders raise nearly anything on damaged files
                 broken.append(self.records.name(index))
@@ -99,34 +102,33 @@ class ImageSplit:
         return None
 
 
-# One encoded image.
+# Decoding.
 
 Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """From the bytes of a file to `size` x `size` pixels: decodes, cuts, mirrors and scales.
+    """Decode, crop, mirror and scale the bytes of a file to `size` x `size` pixels.
 
-    Training cuts out ("random-resized") 8% to 100% of the area at an aspect ratio of 3/4 to 4/3, or ("squashed") a
-    square out of the image brought to a square of 256/224 of `size`; validation the centre.
+    Training uses the crop from `random_box` ("random-resized"), or resizes the image to a square with 256/224 of `size`
+    and takes a random square of `size` ("squashed"). Validation takes the centre.
     """
 
     size: int
     crop: str = "random-resized"
 
     def __call__(self, data: bytes, index: int, key: Key | None) -> np.ndarray:
-        """The pixels `[size, size, 3]`; raises nearly anything where `data` is no image."""
+        """Return the pixels `[size, size, 3]`. Raise nearly any exception if `data` is not an image."""
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
             box, mirrored = self.choose(*file.size, index, key)
             width, height = file.size
-            # JPEG decodes to a half, a quarter or an eighth of the size for less; the part that is cut
-            # out must keep at least the pixels that are asked for.
+            # JPEG decodes faster at a half, a quarter or an eighth of the size. The crop must keep `size` pixels.
             side = min(box[2] - box[0], box[3] - box[1])
             divisor = next(d for d in (8, 4, 2, 1) if d == 1 or side >= d * self.size)
             if divisor > 1:
                 file.draft("RGB", (width // divisor, height // divisor))
-            # The last pixel of a size that does not divide may be there in part only.
+            # The decoded size is rounded up, so the last pixel may be partial. The divisor is the exact scale.
             scale = 1 if file.size == (width, height) else 1 / divisor
             box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
             image = to_rgb(file).resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
@@ -134,7 +136,7 @@ class Decoder:
         return pixels[:, ::-1] if mirrored else pixels
 
     def choose(self, width: int, height: int, index: int, key: Key | None) -> tuple[Box, bool]:
-        """Which part of an image of `width` x `height` to take, and whether to mirror it."""
+        """Return the crop box for a `width` x `height` image, and whether to mirror the image."""
         rng = None if key is None else np.random.default_rng([key[0], AUGMENT, key[1], index])
         large = self.size * 256 // 224
         if self.crop == "squashed":
@@ -147,15 +149,15 @@ class Decoder:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any image in RGB; transparency is ignored, 16 bits become 8."""
+    """Convert any image to RGB. Transparency is ignored, and 16 bits become 8 bits."""
     if image.mode == "RGB":
-        return image  # converting would copy it
+        return image  # a conversion would copy it
     if image.mode.startswith("I"):
-        # Pillow would clip at 255.
+        # Pillow would clip the values at 255.
         pixels = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
         return Image.fromarray(pixels).convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # as Pillow wants it, or else it warns
+        image = image.convert("RGBA")  # Pillow warns otherwise
     return image.convert("RGB")
 
 
@@ -166,7 +168,10 @@ def centre_box(width: int, height: int, share: float) -> Box:
 
 
 def random_box(width: int, height: int, rng: np.random.Generator) -> Box:
-    """8% to 100% of the area at an aspect ratio of 3/4 to 4/3 (Szegedy et al. 2015)."""
+    """Return a random box, as in Szegedy et al. (2015).
+
+    It covers 8% to 100% of the area. Its aspect ratio is between 3/4 and 4/3.
+    """
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1.0)
         ratio = np.exp(rng.uniform(np.log(3 / 4), np.log(4 / 3)))

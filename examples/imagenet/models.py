@@ -1,4 +1,4 @@
-"""Residual networks in flax linen: NHWC, parameters in float32, compute in a type of choice."""
+"""Define residual networks in flax linen, for NHWC images, float32 parameters and any compute type."""
 
 from functools import partial
 from typing import Any
@@ -7,25 +7,30 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-# He et al. 2015: keeps the variance of activations through a ReLU, or by fan-out that of their gradients.
+# He et al. 2015. Fan-in keeps the activations' variance through a ReLU, and fan-out keeps the gradients' variance.
 he_normal = nn.initializers.variance_scaling(2.0, "fan_in", "normal")
 he_normal_backward = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 def around_one(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """N(1, 0.05): batch-norm scales of Osawa et al. 2019."""
+    """Draw from N(1, 0.05), as Osawa et al. 2019 do for batch-norm scales."""
     return 1 + 0.05 * jax.random.normal(key, shape, dtype)
 
 
 class ResNet(nn.Module):
-    """`stages[i]` blocks of width `width * 2**i`; each stage but the first halves the image.
+    """Compute logits, in the parameters' type, with a residual network.
 
-    `bottleneck` blocks are 1x1, 3x3 (with the stride), 1x1, four times as wide outside, the others two 3x3. `stem` is
-    "imagenet" (7x7 with stride 2, then max-pooling), "deep" (three 3x3 instead) or "small" (3x3). With
-    `pooled_shortcut` a strided shortcut averages before its 1x1; with both a ResNet-50 is a ResNet-50-D (He et al.
-    2018). `init_scheme` is "identity" (the last scale of a block is zero, Goyal et al. 2017) or "he" (Osawa et al.
-    2019: kernels by fan-in, so that each has norm sqrt(2 d_out), the final one too; scales around 1). With `axis_name`
-    batch norm averages over that axis of devices. Returns logits in the type of the parameters.
+    Stage i has `stages[i]` blocks with width `width * 2**i`. Each stage except the first halves the image.
+
+    - `bottleneck`: a block is 1x1, 3x3 (with the stride) and 1x1, and its output is four times as wide. Otherwise a
+      block is two 3x3 convolutions.
+    - `stem`: "imagenet" is a 7x7 convolution with stride 2 and max-pooling. "deep" has three 3x3 convolutions instead.
+      "small" is a single 3x3 convolution.
+    - `pooled_shortcut`: a strided shortcut averages before its 1x1 convolution. With this and the deep stem, ResNet-50
+      becomes ResNet-50-D (He et al. 2018).
+    - `init_scheme`: "identity" sets the last scale in a block to zero (Goyal et al. 2017). "he" follows Osawa et al.
+      2019: scales are around 1, and all kernels are He-normal by fan-in, so each kernel has norm sqrt(2 d_out).
+    - `axis_name`: batch norm averages over this device axis.
     """
 
     stages: tuple[int, ...]
@@ -54,7 +59,7 @@ class ResNet(nn.Module):
         last_norm = partial(norm, scale_init=nn.initializers.zeros) if identity else norm
         x = x.astype(self.dtype)
         if self.stem == "deep":
-            # The bias does nothing before a batch norm, but the network that the recipe is for has it.
+            # The bias has no effect before batch norm, but the recipe's network has it.
             x = conv(self.width // 2, (3, 3), (2, 2), padding=1, use_bias=True, name="stem1")(x)
             x = nn.relu(norm(name="stem1_norm")(x))
             x = nn.relu(norm(name="stem2_norm")(conv(self.width // 2, (3, 3), padding=1, name="stem2")(x)))
@@ -78,7 +83,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block; the shortcut is a 1x1 convolution where the shape changes."""
+    """Apply a residual block. The shortcut is a 1x1 convolution if the shape changes."""
 
     width: int
     stride: int
@@ -129,23 +134,23 @@ NETWORKS: dict[str, dict[str, Any]] = {
 def create(
     arch: str, num_classes: int, dtype: str, width: int | None = None, axis_name: str | None = None, **rest: Any
 ) -> ResNet:
-    """The network that `--arch` names; `rest` are `init_scheme` and `norm_epsilon`."""
+    """Return the network that `--arch` names. `rest` may have `init_scheme` and `norm_epsilon`."""
     values = NETWORKS[arch] | ({} if width is None else {"width": width}) | rest
     return ResNet(num_classes=num_classes, dtype=jnp.dtype(dtype), axis_name=axis_name, **values)
 
 
-# What is done to the weights as a whole.
+# Operations on all weights.
 
 
 def is_kernel(params: Any) -> Any:
-    """True for kernels: what weight decay and trust ratios are meant for."""
+    """Return True for kernels, which get weight decay and trust ratios, and False for other parameters."""
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def rescale(params: Any) -> Any:
-    """`W <- W sqrt(2 d_out) / (||W|| + 1e-9)` for kernels, where it shrinks them (Osawa et al. 2019).
+    """Scale kernels by `W <- W sqrt(2 d_out) / (||W|| + 1e-9)` if this shrinks them (Osawa et al. 2019).
 
-    Batch norm takes the scale of a kernel out again, but steps on a large one turn it less.
+    Batch norm cancels a kernel's scale, but a step rotates a large kernel less.
     """
 
     def shrunk(kernel: jax.Array) -> jax.Array:

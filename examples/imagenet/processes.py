@@ -1,4 +1,4 @@
-"""Processes and devices: who takes part, what they tell each other, who trains in a folder, which signals end a run."""
+"""Connect processes and devices, lock the output folder, and handle signals and errors."""
 
 import dataclasses
 import errno
@@ -23,32 +23,33 @@ SYSTEM_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROF
 
 
 def meet(config: Any) -> None:
-    """Sets JAX up, and meets the other processes, if there are any."""
+    """Configure JAX, and connect to the other processes, if any."""
     jax.config.update("jax_enable_x64", config.dtype == "float64")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "kfac-imagenet" / "programs"))
     if config.distributed or config.processes:
         where, n, i = config.processes or (None, None, None)
-        # Processes that end differ by what process 0 still writes, hence some patience.
+        # Process 0 may still write files when the others end, so allow some time.
         jax.distributed.initialize(where, n and int(n), i and int(i), shutdown_timeout_seconds=60)
 
 
 def row_of_devices(wanted: int | None) -> Mesh:
-    """All devices of all processes in a row, those of a process side by side; or `wanted` of one process."""
+    """Return a mesh of all devices in a row, sorted by process, or of `wanted` devices in a single process."""
     found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if wanted is not None and (wanted > len(found) or (jax.process_count() > 1 and wanted != len(found))):
-        hint = "; JAX_NUM_CPU_DEVICES sets the number for a CPU" if found[0].platform == "cpu" else ""
-        raise UserError(f"--devices {wanted} does not fit the {len(found)} of {jax.process_count()} process(es){hint}")
+        hint = "; JAX_NUM_CPU_DEVICES sets the number on a CPU" if found[0].platform == "cpu" else ""
+        raise UserError(f"--devices {wanted} does not fit the {len(found)} device(s) of {jax.process_count()} "
+                        f"process(es){hint}")  # fmt: skip
     return Mesh(np.array(found[:wanted]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and prints."""
+    """Return whether this process writes and prints."""
     return jax.process_index() == 0
 
 
 def everyone(text: str) -> list[str]:
-    """What each process passes, in their order; all must call it."""
+    """Return the texts from all processes, in process order. All processes must call it."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -60,7 +61,7 @@ def everyone(text: str) -> list[str]:
 
 
 def on_first(call: Callable[[], Any]) -> Any:
-    """Process 0 does it, the others wait; what it refuses, or the system refuses it, is refused by all."""
+    """Run `call` in process 0 while the others wait. If it fails, raise its error in all processes."""
     error, result = "", None
     try:
         result = call() if is_first() else None
@@ -74,10 +75,13 @@ def on_first(call: Callable[[], Any]) -> Any:
 
 
 def open_output(config: Any, found: dict[str, Any]) -> tuple[Path, int | None]:
-    """Makes the output folder, or sees that the run in it is this one, of the same images. The folder and its lock."""
+    """Create the output folder, or check that the run in it has the same options and images.
+
+    Return the folder and its lock.
+    """
     if len(set(everyone(str(found)))) > 1:
-        raise UserError("the processes do not see the same images; --data-dir must be one that all of them see")
-    # Each process has named a new folder by its own clock.
+        raise UserError("the processes do not see the same images; all of them must see --data-dir")
+    # Each process names a new folder by its own clock. Use the name from process 0.
     config = dataclasses.replace(config, output=Path(everyone(str(config.output))[0]))
     return config.output, on_first(lambda: _open_output(config, found))
 
@@ -87,35 +91,35 @@ def _open_output(config: Any, found: dict[str, Any]) -> int:
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file, not a folder")
     if not known and output.exists() and set(os.listdir(output)) - {".lock", ".config.json"}:
-        raise UserError(f"--output {output} is in use, by no run of this script; name a new folder")
+        raise UserError(f"--output {output} is in use, but by no run of this script; name a new folder")
     if begun:
         saved, before = cfg.load(output)
         cfg.same_run(config, saved)
         if before != found:
-            raise UserError(f"the data are not those of the run in {output}: {found} now, {before} then; point "
+            raise UserError(f"the data differ from the run in {output}: {found} now, {before} then; point "
                             "--data-dir to the same images")  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
-    # Held until this process ends, however it does, which no package does better.
+    # The system holds the lock until this process ends, even after a crash.
     lock = os.open(output / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise UserError(f"--output {output} is in use: another process trains there; name a new one") from error
+        raise UserError(f"--output {output} is in use: another process trains there; name a new folder") from error
     except OSError:
-        pass  # a file system without locks
+        pass  # this file system has no locks
     if not begun:
         cfg.save(config, found, output)
     return lock
 
 
 class Stop:
-    """Notes SIGTERM and Ctrl-C, which end the run after the step at hand; a second one ends it now."""
+    """End the run after the current step at SIGTERM or Ctrl-C. A second signal ends it at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.together = jax.process_count() > 1
-        # JAX itself waits for the SIGTERM of any process and finds a step that all of them can still reach.
+        # With several processes, JAX handles SIGTERM. It finds a step that all processes can still reach.
         numbers = [signal.SIGINT] if self.together else [signal.SIGINT, signal.SIGTERM]
         self.before = {number: signal.signal(number, self._note) for number in numbers}
 
@@ -126,15 +130,16 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def asked(self, step: int) -> bool:
-        """Whether to end after this step, the same in every process."""
+        """Return whether to end after this step. The answer is the same in all processes."""
         if self.together and multihost_utils.reached_preemption_sync_point(step):
             self.signal = self.signal or signal.SIGTERM
             return True
         return not self.together and self.signal is not None
 
     def restore(self) -> int:
-        """The exit code, 128 + the signal's number as in a shell. Waits for all processes: the first to end would end
-        the others in many a batch system.
+        """Restore the signal handlers. Return the exit code: 0, or 128 plus the signal's number, as in a shell.
+
+        Wait for all processes first, because many batch systems end a job when its first process ends.
         """
         everyone("")
         for number, handler in self.before.items():
@@ -143,7 +148,7 @@ class Stop:
 
 
 def script(main: Callable[[list[str]], int | None]) -> None:
-    """Runs a script, whose refusals and trouble with the system are one sentence; `main` returns the exit code."""
+    """Run `main`, and exit with the code that it returns. Report user and system errors in one sentence."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         sys.exit(main(sys.argv[1:]))
@@ -151,11 +156,11 @@ def script(main: Callable[[list[str]], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # at once: the other processes may wait for this one
-    except BrokenPipeError:  # `| head` has seen enough
+        os._exit(1)  # exit at once, because other processes may wait for this process
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno not in SYSTEM_ERRORS:
             raise
-        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; mend that, and the "
-                 "same command goes on from the last checkpoint")  # fmt: skip
+        sys.exit(f"error: {error.filename or 'a file'} cannot be read or written: {error.strerror}; correct this, and "
+                 "the same command resumes the run from the last checkpoint")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The recipe: named configurations and defaults as tables of values; augmentation on the device, and schedules."""
+"""Define named configurations, default options, augmentation on the device, and schedules."""
 
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import kfac
 
 AXIS = "devices"
 
-# Osawa et al. 2019 (https://arxiv.org/abs/1811.12019): batch, learning rate, momentum, damping, power of the decay, the
-# epochs between which it falls, alpha of mixup, epochs; then published top-1 and steps. Nothing of it, and of what
-# follows, has been measured with this code on ImageNet; whoever does writes it here, with the hardware.
+# Osawa et al. 2019 (https://arxiv.org/abs/1811.12019). The columns are batch, learning rate, momentum, damping, decay
+# power, the decay's first and last epoch, mixup's alpha, and epochs. The comments give published top-1 and steps. No
+# configuration has been run on ImageNet with this code. If you run a configuration, add the result and the hardware.
 OSAWA = {
     "bs4k": (4096, 8.18e-3, 0.997, 2.5e-4, 11.0, 1.0, 53.0, 0.4, 35.0),  # 75.9%, 10,948
     "bs8k": (8192, 1.25e-2, 0.993, 2.5e-4, 8.0, 1.0, 53.5, 0.4, 35.0),  # 76.4%, 5,478
@@ -26,10 +26,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         optimizer="kfac", global_batch=batch, learning_rate=rate, momentum=momentum, damping=damping, decay_power=power,
         decay_begin=begin, decay_end=end, mixup_alpha=alpha, epochs=epochs, local_batch=32, schedule="polynomial",
         warmup_epochs=0.0, nesterov=False, momentum_coupling="ratio", lr_in_momentum=True,
-        # Their code multiplied by 16; their configurations say 64.
+        # The paper's code multiplies by 16. Its configuration files say 64.
         unitwise_damping_scale=16.0, factor_ema_decay=0.0, kl_clip=0.0, weight_decay=0.0, rescale=True,
         step_norm="none", trust_ratio=0.0,
-        # Plain ResNet-50 (--arch resnet50) is the network of the paper, this one that of the code.
+        # The paper's text describes a plain ResNet-50 (--arch resnet50). Its code has this network.
         arch="resnet50d", init="he", norm_epsilon=2e-5, sync_batch_norm=False, crop="squashed", erasing="in-place",
         label_smoothing=0.0, divide_by_std=False,
     )
@@ -37,8 +37,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Defaults where no configuration, data set or optimizer has another; then by data set; then by optimizer, whatever the
-# data: K-FAC as `kfac.kfac` has it, the others tuned on digits.
+# Default options for all runs, then by data set, then by optimizer. `config.resolve` combines them. K-FAC has the
+# defaults of `kfac.kfac`. The options for the other optimizers were tuned on digits.
 DEFAULTS: dict[str, Any] = dict(
     optimizer="kfac", schedule="cosine", decay_power=2.0, rescale=False, init="identity", norm_epsilon=1e-5,
     mixup_alpha=0.0, erasing="none", divide_by_std=True, crop="random-resized", nesterov=False,
@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
     "adamw": dict(learning_rate=0.01, momentum=0.9, weight_decay=1e-2),
 }  # fmt: skip
-# K-FAC with --step-norm none and without a --config: the curvature sets the length of a step, or a trust ratio does.
+# Defaults for K-FAC with --step-norm none and without --config. The curvature or a trust ratio sets the step length.
 PUBLISHED: dict[str, Any] = dict(
     learning_rate=0.02, nesterov=False, damping=1e-2, factor_ema_decay=0.9, kl_clip=0.0, lr_in_momentum=False,
     unitwise_damping_scale=1.0, trust_ratio=0.0, preconditioner="cholesky", factor_every=1, inverse_update_period=1,
@@ -66,12 +66,12 @@ PUBLISHED: dict[str, Any] = dict(
 
 
 class Run(NamedTuple):
-    """What no step changes."""
+    """Hold everything that no step changes."""
 
     config: Any
     dataset: Any
-    model: Any  # inside of the row of devices
-    plain: Any  # the same outside of it
+    model: Any  # with batch norm over the device axis, if --sync-batch-norm is set
+    plain: Any  # the same model without the device axis
     num_devices: int
     local_batch: int
     micro_batches: int
@@ -86,36 +86,39 @@ class Run(NamedTuple):
         return bool(self.config.mixup_alpha) or self.config.erasing != "none"
 
 
-# Augmentation of a batch, after the host's crop and flip. Random numbers are a function of seed, step and the image's
-# place in the global batch, so that neither the number of devices nor a stop changes them.
+# Augmentation on the device, after the host's crop and flip. Random numbers depend on seed, step and the image's
+# position in the global batch. So neither the number of devices nor a restart changes them.
 
-# Random erasing (Zhong et al. 2017): how often, and of which shapes, as shares of the image.
+# Random erasing (Zhong et al. 2017): probability, fraction of the image's area, and aspect ratio.
 PROBABILITY, AREA, ASPECT = 0.5, (0.02, 0.25), (0.3, 1.0)
-# Streams of random numbers of an image.
+# Random number streams for each image.
 MIXUP, ERASING = 0, 1
 
 
 class Mixed(NamedTuple):
-    """A batch as running mixup left it: images [n, h, w, c], targets [n, classes]."""
+    """Hold images [n, h, w, c] and soft targets [n, classes]."""
 
     images: Any
     targets: Any
 
 
 def keys(seed: int, step: jax.Array, indices: jax.Array) -> jax.Array:
-    """One key for each image of the step, by its index in the global batch."""
+    """Return a key for each image in the step, by its index in the global batch."""
     of_step = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(lambda index: jax.random.fold_in(of_step, index))(indices)
 
 
 def own_indices(devices: int, local: int, micro_batches: int) -> jax.Array:
-    """Where a device's images stand in the global batch, in its order; inside of the row of devices."""
+    """Return the positions of this device's images in the global batch. Call it inside `shard_map`."""
     part, place = jnp.arange(micro_batches)[:, None], jnp.arange(local)
     return ((part * devices + jax.lax.axis_index(AXIS)) * local + place).ravel()
 
 
 def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, previous: Mixed) -> Mixed:
-    """`l x + (1 - l) x'` with the last mixed batch x', by image: `l = max(b, 1 - b)`, `b ~ Beta(alpha, alpha)`."""
+    """Mix each image x, and its target, with the image x' at the same position in the last mixed batch.
+
+    The result is `l x + (1 - l) x'`. For each image, `l = max(b, 1 - b)` with `b ~ Beta(alpha, alpha)`.
+    """
     b = jax.vmap(lambda key: jax.random.beta(jax.random.fold_in(key, MIXUP), alpha, alpha, dtype=jnp.float32))(keys)
     share = jnp.where(step == 0, 1, jnp.maximum(b, 1 - b))
 
@@ -127,14 +130,14 @@ def running_mixup(keys: jax.Array, step: jax.Array, alpha: float, new: Mixed, pr
 
 
 def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
-    """Sets a random rectangle of half of the images to zero, the mean of normalised pixels."""
+    """Set a random rectangle to zero, the mean of normalised pixels, in half of the images."""
     shape = (images.shape[1], images.shape[2])
 
     def kept(key: jax.Array) -> jax.Array:
         u = jax.random.uniform(jax.random.fold_in(key, ERASING), (6,), jnp.float32)
         area = shape[0] * shape[1] * (AREA[0] + (AREA[1] - AREA[0]) * u[1])
         aspect = ASPECT[0] + (ASPECT[1] - ASPECT[0]) * u[2]
-        aspect = jnp.where(u[3] < 0.5, aspect, 1 / aspect)  # height over width, either way up
+        aspect = jnp.where(u[3] < 0.5, aspect, 1 / aspect)  # height over width, or the inverse
         h = jnp.clip(jnp.round(jnp.sqrt(area * aspect)), 1, shape[0])
         w = jnp.clip(jnp.round(jnp.sqrt(area / aspect)), 1, shape[1])
         top, left = jnp.floor(u[4] * (shape[0] - h + 1)), jnp.floor(u[5] * (shape[1] - w + 1))
@@ -148,9 +151,10 @@ def erase(keys: jax.Array, images: jax.Array) -> jax.Array:
 def augment(
     keys: jax.Array, step: jax.Array, alpha: float, erasing: str, batch: Mixed, previous: Any
 ) -> tuple[Mixed, Any]:
-    """What the network sees, and what the next batch is mixed with, if it is, of normalised images with a key each.
+    """Return the batch for the network, and the batch for the next step's mixup (empty without mixup).
 
-    With `erasing` "in-place" the rectangle is missing from what is carried on too, as in the code of Osawa et al.
+    `batch` holds normalised images, and `keys` a key for each image. With `erasing` "in-place", the next mixup also
+    uses the erased images, as in the code of Osawa et al.
     """
     if alpha:
         batch = running_mixup(keys, step, alpha, batch, previous)
@@ -160,8 +164,8 @@ def augment(
 
 
 def normalise(run: Run, images: jax.Array) -> jax.Array:
-    """Images as the network takes them."""
-    if images.dtype != jnp.uint8:  # augmented, and normalised before
+    """Normalise uint8 images for the network. Return other images unchanged."""
+    if images.dtype != jnp.uint8:  # augmentation has normalised them
         return images
     mean = jnp.array(run.dataset.mean, run.wide)
     std = jnp.array(run.dataset.std if run.config.divide_by_std else 1, run.wide)
@@ -169,7 +173,7 @@ def normalise(run: Run, images: jax.Array) -> jax.Array:
 
 
 def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed, Any]:
-    """What the network sees of images and labels, and what the next step mixes with."""
+    """Return the augmented batch for the network, and the batch for the next step's mixup."""
     images, labels = batch
     seen, config = Mixed(images, jax.nn.one_hot(labels, run.dataset.num_classes, dtype=run.wide)), run.config
     if not run.augmented:  # images stay uint8 until a micro-batch is normalised
@@ -179,15 +183,15 @@ def augmented(run: Run, step: jax.Array, batch: Any, mixed: Any) -> tuple[Mixed,
     return augment(own, step, config.mixup_alpha, config.erasing, seen, mixed)
 
 
-# Schedules, by optimizer steps.
+# Schedules, in optimizer steps.
 
 
 def learning_rate(config: Any, steps_per_epoch: float, total_steps: int) -> optax.Schedule:
-    """Linear warm-up, then the chosen decay."""
+    """Return the schedule: a linear warm-up, then the chosen decay."""
     peak = config.learning_rate
     warmup = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
     rest = max(total_steps - warmup, 1)
-    # The marks of the polynomial are fractional epochs, and need not be steps.
+    # The polynomial begins and ends at fractional epochs, which need not be whole steps.
     begin = warmup if config.decay_begin is None else config.decay_begin * steps_per_epoch
     end = total_steps if config.decay_end is None else config.decay_end * steps_per_epoch
     decay = {
@@ -198,13 +202,13 @@ def learning_rate(config: Any, steps_per_epoch: float, total_steps: int) -> opta
         ),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    # Starts at peak / warmup, not at zero: no step is for nothing.
+    # Start at peak / warmup, because a step with rate zero would be wasted.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
 def momentum(config: Any, rate: optax.Schedule) -> Any:
-    """The momentum, or its schedule where it falls with the learning rate."""
+    """Return the momentum, or its schedule if it falls with the learning rate."""
     if config.momentum_coupling == "none":
         return config.momentum
     peak = config.learning_rate if config.momentum_coupling == "proportional" else None

@@ -1,4 +1,4 @@
-"""Where the encoded images of a data set are, and what is missing: class folders, tar shards and TFRecord files."""
+"""Find encoded images in class folders, tar shards or TFRecord files, and refuse incomplete data sets."""
 
 import contextlib
 import hashlib
@@ -22,31 +22,34 @@ ENDINGS = {".jpeg", ".jpg", ".jpe", ".png", ".bmp", ".gif", ".tif", ".tiff", ".w
 KINDS = {"tar": r"\.tar$", "tfrecord": r"\.tfrecord|^(train|validation)-\d+-of-\d+$"}
 SPLITS = ("train", "val")
 IMAGENET_SIZES = (1_281_167, 50_000)
-# What TFDS and the webdataset copies of the Hugging Face hub say of their shards.
+# Files in which TFDS and the webdataset copies on the Hugging Face hub list the images per shard.
 NOTES = ("dataset_info.json", "_info.json")
 
 
 class Files:
-    """Files below `root`, one image each."""
+    """Read images from files below `root`, with one image per file."""
 
     def __init__(self, root: Any, names: Sequence[str], labels: Sequence[int]) -> None:
         self.root, self.labels = str(root), np.array(labels, np.int32)
         self.names = np.array([os.fsencode(name) for name in names])
 
     def read(self, index: int) -> bytes:
-        """The encoded image; `ValueError` if it is damaged."""
+        """Return the encoded image. Raise `ValueError` if it is damaged."""
         return fetch(self.name(index))
 
     def name(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.names[index]))
 
     def identity(self) -> bytes:
-        """The same as long as the images are."""
+        """Return bytes that change if the names or labels change."""
         return b"\n".join([*self.names.tolist(), self.labels.tobytes()])
 
 
 class Members(Files):
-    """Parts of shards, by their offsets: `shard` int [n] numbers `shards`, the rest is by image."""
+    """Read images from shards by offset.
+
+    `shard` int [n] holds an index into `shards` for each image. The other arrays also have an entry per image.
+    """
 
     def __init__(self, root: str, shards: Sequence[str], shard: Any, offset: Any, size: Any, names: Any, labels: Any):
         self.root, self.shards, self.names, self.labels = root, list(shards), names, labels.astype(np.int32)
@@ -63,7 +66,7 @@ class Members(Files):
 
 
 class Examples(Members):
-    """Records of TFRecord files, whose checksum is compared whenever one is read."""
+    """Read images from TFRecord files, and compare the checksum on every read."""
 
     def read(self, index: int) -> bytes:
         record = super().read(index)
@@ -73,11 +76,11 @@ class Examples(Members):
         return record[begin:end]
 
 
-# What is there.
+# Finding the data set.
 
 
 class Found(NamedTuple):
-    """Both splits, and a sentence about what a user should know."""
+    """Hold both splits, the number of classes and a note for the user."""
 
     train: Files
     val: Files
@@ -86,7 +89,10 @@ class Found(NamedTuple):
 
 
 def find(folder: Any) -> Found:
-    """The images in `folder`; raises `UserError` with the way out where they, or some of them, are not there."""
+    """Return the images in `folder`.
+
+    Raise `UserError`, which names a remedy, if the folder or some images are missing.
+    """
     folder = str(folder)
     if not os.path.isdir(folder):
         raise UserError(f"--data-dir {folder} {'is not a folder' if os.path.exists(folder) else 'does not exist'}")
@@ -104,15 +110,15 @@ def find(folder: Any) -> Found:
     have, held = (set(part.labels.tolist()) for part in (train, val))
     if len(have) < 2:
         label = classes[min(have)] if classes else min(have)
-        raise UserError(f"the images for training in {folder} are of one class only, {label}; training needs two")
+        raise UserError(f"the training images in {folder} have one class only, {label}; training needs two classes")
     if missing := sorted(have ^ held):
         label = classes[missing[0]] if classes else missing[0]
         where, lacks = ("training", "validation") if missing[0] in have else ("validation", "training")
         raise UserError(f"{folder} has images of class {label} for {where} but none for {lacks} ({len(missing)} such "
-                        "classes); put them back, or take that class out of both")  # fmt: skip
+                        "classes); put them back, or remove the class from both splits")  # fmt: skip
     for what, part, count in zip(("training", "validation"), (train, val), IMAGENET_SIZES, strict=True):
         if len(have) == 1000 and len(part.labels) != count:
-            notes.append(f"ILSVRC2012 has {count:,} {what} images, here are {len(part.labels):,}")
+            notes.append(f"ILSVRC2012 has {count:,} {what} images, this folder has {len(part.labels):,}")
     return Found(train, val, max(have) + 1, "; ".join(notes))
 
 
@@ -121,12 +127,12 @@ def find(folder: Any) -> Found:
 
 def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, list[str], list[str]]:
     if missing := [split for split in SPLITS if split not in found]:
-        raise UserError(f"{folder} has no {missing[0]}/; it must hold train/<class>/, val/<class>/ or shards of both")
+        raise UserError(f"{folder} has no {missing[0]}/; it must hold train/<class>/ and val/<class>/, or shards")
     held = {split: entries(os.path.join(folder, split)) for split in SPLITS}
     for split, (inside, loose) in held.items():
         if not inside:
             what = f"a folder of {len(loose)} files ({loose[0]}) without classes" if loose else "empty"
-            raise UserError(f"{os.path.join(folder, split)} is {what}: it must hold a folder of images for each class")
+            raise UserError(f"{os.path.join(folder, split)} is {what}: it must hold one folder of images per class")
     classes, other, parts = sorted({name for inside, _ in held.values() for name in inside}), [], []
     for split, (inside, _) in held.items():
         names: list[str] = []
@@ -140,12 +146,12 @@ def _class_folders(folder: str, found: Sequence[str]) -> tuple[Files, Files, lis
             labels += [classes.index(name)] * len(images)
             other += sorted({*files} - {*images})
         parts.append(Files(folder, names, labels))
-    notes = [f"{len(other)} file(s) ignored, for they do not end like images: {name}" for name in other[:1]]
+    notes = [f"{len(other)} file(s) ignored, without the extension of an image: {name}" for name in other[:1]]
     return *parts, classes, notes  # type: ignore[return-value]
 
 
 def _below(root: str, folder: str) -> Iterator[str]:
-    """The files at any depth below `folder`."""
+    """Yield all files below `folder`, at any depth."""
     folders, files = entries(os.path.join(root, folder))
     yield from (f"{folder}/{name}" for name in files)
     for name in folders:
@@ -156,24 +162,24 @@ def _below(root: str, folder: str) -> Iterator[str]:
 
 
 def _shards(folder: str, files: Sequence[str], kind: str, split: str) -> list[str]:
-    """The names of the shards of one split, all of them: a gap in their numbers is refused."""
+    """Return the names of a split's shards. Raise `UserError` if the shard numbers have a gap."""
     found = [name for name in files if split in name and re.search(KINDS[kind], name)]
-    # PREFIX-00007-of-00294, PREFIX-000007.tar
+    # Match PREFIX-00007-of-00294 and PREFIX-000007.tar.
     pattern = re.compile(r"(.*?)(\d+)(?:-of-(\d+))?((?:\.\w+)?)")
     numbered = [match for name in found if (match := pattern.fullmatch(name))]
     for prefix, total in {(match[1], match[3]) for match in numbered}:
         these = {int(match[2]): match for match in numbered if (match[1], match[3]) == (prefix, total)}
         first, one = 0 if total or 1 not in these else 1, next(iter(these.values()))
         missing = [k for k in range(first, int(total or max(these) + 1)) if k not in these]
-        if missing and (total or len(these) > 1):  # one number alone is a year, or a version
+        if missing and (total or len(these) > 1):  # a single number may be a year or a version
             name = f"{prefix}{missing[0]:0{len(one[2])}d}" + (f"-of-{total}" if total else "") + one[4]
             raise UserError(f"{folder} lacks the shard {name} ({len(missing)} of {len(missing) + len(these)} are "
-                            "missing); fetch what is missing, or number the shards anew")  # fmt: skip
+                            "missing); fetch the missing shards, or renumber the shards")  # fmt: skip
     return found
 
 
 def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> Members:
-    """The images in `shards`, by an index that is made once and kept in the user's cache."""
+    """Return the images in `shards`. Build their index once and keep it in the user's cache."""
     made = {"tar": Members, "tfrecord": Examples}[kind]
     state = {name: [(stat := os.stat(os.path.join(folder, name))).st_size, stat.st_mtime_ns] for name in shards}
     place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "kfac-imagenet")
@@ -182,14 +188,14 @@ def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> Membe
         with np.load(place) as saved:
             known = {name: saved[name] for name in saved.files}
             before = json.loads(str(known.pop("state")))
-    except Exception:  # none, or a damaged one: made again
+    except Exception:  # the index is missing or damaged: build it again
         before = {}
-    hint = f"restore it, or remove {place} if the shards are meant to be others"
+    hint = f"restore it, or remove {place} if the shards were changed on purpose"
     for name, (size, _) in before.items():
         if name not in state:
             raise UserError(f"{folder} has lost the shard {name}, which was there before; {hint}")
         if state[name][0] < size:
-            raise UserError(f"the shard {os.path.join(folder, name)} has {state[name][0]} bytes, and had {size} "
+            raise UserError(f"the shard {os.path.join(folder, name)} has {state[name][0]} bytes but had {size} "
                             f"before; {hint}")  # fmt: skip
     if before == state:
         return made(folder, shards, **known)
@@ -198,16 +204,19 @@ def _indexed(folder: str, kind: str, split: str, shards: Sequence[str]) -> Membe
         rows = [(number, *row) for number, part in enumerate(parts) for row in part]
     columns = map(np.array, zip(*rows, strict=True))
     index: dict[str, Any] = dict(zip(("shard", "offset", "size", "names", "labels"), columns, strict=True))
-    with contextlib.suppress(OSError):  # where it cannot be kept it is made anew each time
+    with contextlib.suppress(OSError):  # without a writable cache, every run builds the index
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{uuid.uuid4().hex}.npz")
         np.savez(partial, state=np.array(json.dumps(state)), **index)
-        partial.replace(place)  # several processes may do this at once; the last one's stays
+        partial.replace(place)  # several processes may do this at once; the last file stays
     return made(folder, shards, **index)
 
 
 def _lengths(folder: str, files: Sequence[str], kind: str, parts: dict[str, Any]) -> list[str]:
-    """Compares the shards with what is noted beside them; without a note, what may be missing, in words."""
+    """Compare the shards with the counts in `dataset_info.json` or `_info.json`.
+
+    Without such a file, return questions about shards that may be missing or incomplete.
+    """
     found = {split: np.bincount(part.shard, minlength=len(part.shards)).tolist() for split, part in parts.items()}
     for path in (os.path.join(folder, name) for name in NOTES if name in files):
         try:
@@ -220,20 +229,21 @@ def _lengths(folder: str, files: Sequence[str], kind: str, parts: dict[str, Any]
         for split, have in found.items():
             want = next((noted[name] for name in (split, "validation", "test") if name in noted), have)
             if len(want) != len(have):
-                raise UserError(f"{path} has {len(want)} shards for {split}, here are {len(have)}; fetch the others")
+                raise UserError(f"{path} lists {len(want)} shards for {split}, found {len(have)}; fetch the others")
             for name, n, wanted in zip(parts[split].shards, have, want, strict=True):
                 if n != wanted:
-                    raise UserError(f"the shard {os.path.join(folder, name)} holds {n} images, but {wanted} by {path}; "
-                                    "fetch it again")  # fmt: skip
+                    raise UserError(f"the shard {os.path.join(folder, name)} holds {n} images, but {path} says "
+                                    f"{wanted}; fetch it again")  # fmt: skip
         return []
-    # Shards are as full as each other, but for the last tar; one as full is the last for a chance of one in its size.
+    # All shards hold equally many images, except the last tar shard. If that shard is full, a later shard is probably
+    # missing.
     notes = []
     for split, have in found.items():
         if kind == "tar" and len(have) > 1 and len({*have}) == 1:
-            notes.append(f"all {len(have)} tar shards of {split} hold {have[0]} images: is one after the last missing?")
+            notes.append(f"all {len(have)} tar shards of {split} hold {have[0]} images: is a later shard missing?")
         rest = zip(parts[split].shards, have[: -1 if kind == "tar" else None], strict=False)
         notes += [
-            f"{name} holds {n} images, others {max(have)}: is it whole?" for name, n in rest if n < 0.9 * max(have)
+            f"{name} holds {n} images, others {max(have)}: is it complete?" for name, n in rest if n < 0.9 * max(have)
         ]
     return notes[:3]
 
@@ -242,7 +252,7 @@ Row = tuple[int, int, bytes, int]
 
 
 def _read(path: str, kind: str) -> list[Row]:
-    """Offset, size, name and label of the images in one shard."""
+    """Return offset, size, name and label for each image in a shard."""
     try:
         rows = patiently(lambda: {"tar": _tar, "tfrecord": _tfrecord}[kind](path), path)
     except (tarfile.TarError, ValueError, IndexError, KeyError) as error:
@@ -278,15 +288,18 @@ def _tar(path: str) -> list[Row]:
     return [(*image, labels[key]) for key, image in images.items()]
 
 
-# TFRecord. The only packages that read it without TensorFlow read from the beginning to the end; this reads by offset.
+# TFRecord files. Packages other than TensorFlow read them from start to end only. This code reads by offset.
 
 
 def _tfrecord(path: str) -> list[Row]:
-    """Each record: its length in 8 bytes, 4 of checksum, a `tf.train.Example`, 4 of checksum. Here the checksums of the
-    lengths are compared, each content's when its image is read: else all would be read before the first step.
+    """Return a row for each record.
+
+    A record is an 8-byte length and its checksum, then a `tf.train.Example` and its checksum. This function compares
+    the length's checksum. `Examples.read` compares the other checksum when it reads the image. Otherwise the first
+    step would have to wait until the whole data set was read.
     """
     rows: list[Row] = []
-    # A map, in which only what is looked at is read.
+    # The memory map loads only the pages that are accessed.
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = 0
         while at < len(data):
@@ -301,30 +314,30 @@ def _tfrecord(path: str) -> list[Row]:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """The CRC-32C of bytes as TFRecord writes it: turned by 15 bits, and with a constant added."""
+    """Return the CRC-32C in TFRecord's form: rotated by 15 bits, plus a constant."""
     crc = google_crc32c.value(data)
     return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _example(data: Any, begin: int, end: int) -> tuple[int, int, int]:
-    """Where the image of a `tf.train.Example` is, which is not read for it, and its label."""
+    """Return the image's begin and end in a `tf.train.Example`, and its label, without reading the image."""
     found: dict[bytes, tuple[int, int]] = {}
     for _, a, b in _fields(data, begin, end):  # Example.features
         for _, c, d in _fields(data, a, b):  # Features.feature, a map
             entry = {field: (e, f) for field, e, f in _fields(data, c, d)}
-            # Feature.bytes_list or int64_list or float_list, and in it the first value.
+            # Take the first value in Feature.bytes_list, int64_list or float_list.
             for _, e, f in _fields(data, *entry.get(2, (0, 0))):
                 found[bytes(data[slice(*entry[1])])] = next(((g, h) for _, g, h in _fields(data, e, f)), (e, f))
     for image, label, first in ((b"image", b"label", 0), (b"image/encoded", b"image/class/label", 1)):
         if image in found and label in found:
-            # Packed or not, a number is a varint.
+            # A number is a varint, whether packed or not.
             return *found[image], _varint(data, found[label][0])[0] - first
     names = ", ".join(name.decode(errors="replace") for name in sorted(found))
     raise ValueError(f"it has no image and label, but {names}")
 
 
 def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, beginning and end of each field of a protocol buffer."""
+    """Yield number, begin and end for each field in a protocol buffer."""
     while at < end:
         tag, at = _varint(data, at)
         match tag & 7:

@@ -1,4 +1,4 @@
-"""What a run leaves to be seen: `metrics.jsonl` and `curves.png`; and several runs on one page.
+"""Write `metrics.jsonl` and `curves.png` for a run, and plot several runs on one page.
 
 python examples/imagenet/report.py runs/a runs/b --output curves.png
 """
@@ -23,10 +23,10 @@ Records = list[dict[str, Any]]
 
 
 class Metrics:
-    """Appends records to `metrics.jsonl` in `folder`, each with the step it belongs to, in the process that `writes`.
+    """Append records to `metrics.jsonl` in `folder`, each with its step. Only a process with `writes` writes.
 
-    Records after `step` are dropped first: a run that was stopped between two checkpoints makes them again. Lines that
-    are no records are kept in `metrics.damaged`. `watched` are trees whose leaves `squares` are of.
+    Records after `step` are dropped first, because the resumed run makes them again. Damaged lines move to
+    `metrics.damaged`. The method `add` gets the squared norms for the leaves in `watched`.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Metrics:
         self.watched = watched or {}
         self._pending: list[tuple[int, dict[str, Any], Any]] = []
         self._read_at = time.perf_counter()
-        # As if the run had never been stopped.
+        # Count the seconds as if the run had never stopped.
         self._began = self._read_at - max((record.get("seconds", 0.0) for record in self.records[-100:]), default=0.0)
         if writes:
             if damaged:
                 aside = folder / "metrics.damaged"
                 with aside.open("ab") as file:
                     file.writelines(line + b"\n" for line in damaged)
-                say(f"{len(damaged)} damaged line(s) of {self.path} are set aside in {aside.name}; {len(found)} are "
-                    "good")  # fmt: skip
-            # In one go: a run killed here keeps what it had.
+                say(f"{len(damaged)} damaged line(s) of {self.path} are set aside in {aside.name}; the other "
+                    f"{len(found)} are good")  # fmt: skip
+            # Replace the file at once, so that a run that is killed here keeps its records.
             whole = self.path.with_suffix(".tmp")
             whole.write_text("".join(map(_line, self.records)))
             whole.replace(self.path)
@@ -56,21 +56,24 @@ class Metrics:
 
     @property
     def accuracies(self) -> list[float]:
-        """Of the validations so far."""
+        """Return the accuracies from all validations so far."""
         return [record["val_accuracy"] for record in self.records if "val_accuracy" in record]
 
     def add(self, step: int, values: dict[str, Any], squares: Any) -> None:
-        """Notes what a step returned; waits for the one before, or else batches would pile up on the device."""
+        """Record a step's results. Wait for the previous step, so that batches do not pile up on the device."""
         self._pending.append((step, values, squares))
         if len(self._pending) > 1:
             jax.block_until_ready(self._pending[-2][1])
 
     def flush(self, rate: Callable[[int], Any]) -> dict[str, Any]:
-        """Writes what was added, which waits for the device. The last record; its "bad" says what was not finite."""
+        """Write the added records, which waits for the device. Return the last record.
+
+        Its entry "bad" names all values that are not finite. It is empty if all values are finite.
+        """
         pending, before, self._read_at = jax.device_get(self._pending), self._read_at, time.perf_counter()
         self._pending, record = [], {}
         for k, (step, values, squares) in enumerate(pending, 1):
-            # When the steps between two readings ended is not known: evenly spread.
+            # The time of each step is unknown, so spread the steps evenly between two readings.
             seconds = before + (self._read_at - before) * k / len(pending) - self._began
             record = {name: float(value) for name, value in values.items()}
             record = {"seconds": round(seconds, 3), "learning_rate": float(rate(step - 1)), **record}
@@ -90,14 +93,14 @@ class Metrics:
             self._file.write(_line(self.records[-1]))
 
     def close(self, title: str = "") -> None:
-        """Ends all, and draws `curves.png`."""
+        """Close the file and draw `curves.png`."""
         if self._file is not None:
             plot({self.path.parent.name: self.records}, self.path.with_name("curves.png"), title)
             self._file.close()
 
 
 def read(path: Path) -> tuple[Records, list[bytes]]:
-    """The records of a metrics file, and the lines that are none: damaged, or cut off by a crash."""
+    """Return the records in a metrics file, and its damaged or incomplete lines."""
     records, damaged = [], []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
@@ -111,24 +114,27 @@ def read(path: Path) -> tuple[Records, list[bytes]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    # JSON knows no NaN.
+    # JSON has no NaN.
     finite = {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in record.items()}
     return json.dumps(finite) + "\n"
 
 
 def say(text: str) -> None:
-    """Prints a line in one of the processes."""
+    """Print a line in the first process."""
     if processes.is_first():
         print(text, flush=True)
 
 
 def squares(tree: Any) -> Any:
-    """The squared norm of each leaf: not finite where one of its numbers is not, or their square."""
+    """Return each leaf's squared norm. It is not finite if a number in the leaf or its square is not finite."""
     return jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)] or [jnp.float32(0)])
 
 
 def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> str:
-    """Which of the loss and the leaves of `trees`, by their `squares`, are not finite, in words; empty if all are."""
+    """Return the names of all non-finite values in words, or an empty string.
+
+    The values are the loss and the leaves of `trees`, which have the squared norms `squares`.
+    """
     found = [] if np.isfinite(loss) else ["the loss"]
     for kind, tree in trees.items():
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -140,7 +146,7 @@ def not_finite(loss: float, squares: dict[str, Any], trees: dict[str, Any]) -> s
 
 
 def plot(runs: dict[str, Records], path: Path, title: str) -> None:
-    """Loss and accuracy against steps, epochs and seconds; training thin, validation with dots."""
+    """Plot loss and accuracy against steps, epochs and seconds, with a thin training line and validation dots."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -151,7 +157,7 @@ def plot(runs: dict[str, Records], path: Path, title: str) -> None:
         enumerate(runs.values()), enumerate(("loss", "accuracy")), enumerate(("step", "epoch", "seconds"))
     ):
         x, y = _points(records, across, key)
-        # Means over a fortieth of the run: what single batches do hides where it goes.
+        # Average over a fortieth of the run, because single batches vary too much to show the trend.
         window = max(1, len(y) // 40)
         x, y = x[window - 1 :], np.convolve(y, np.ones(window) / window, "valid") if len(y) else y
         grid[row, column].plot(x, y, f"C{k}", alpha=0.45, linewidth=1)
@@ -162,7 +168,7 @@ def plot(runs: dict[str, Records], path: Path, title: str) -> None:
     grid[1, 0].set_ylabel("accuracy (%)")
     for axes in grid.flat:
         axes.grid(alpha=0.3)
-        for line in axes.lines:  # lines at 100% are not cut in half, and change no layout
+        for line in axes.lines:  # draw lines at 100% in full, and keep the layout
             line.set(clip_on=False, in_layout=False)
     losses = [value for line in grid[0, 0].lines for value in np.asarray(line.get_ydata())]
     if losses and 0 < 10 * min(losses) < max(losses):
@@ -170,7 +176,7 @@ def plot(runs: dict[str, Records], path: Path, title: str) -> None:
     grid[1, 0].set_ylim(0, 100)
     handles = [Line2D([], [], color=f"C{k}", linewidth=3, label=_summary(*run)) for k, run in enumerate(runs.items())]
     handles.append(Line2D([], [], color="gray", marker="o", markersize=3.5, label="validation"))
-    handles.append(Line2D([], [], color="gray", alpha=0.45, linewidth=1, label="training, as augmented"))
+    handles.append(Line2D([], [], color="gray", alpha=0.45, linewidth=1, label="training (augmented images)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(2, len(handles)), frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -187,7 +193,7 @@ def _summary(name: str, records: Records) -> str:
 
 
 def main(args: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="report.py", description="One page comparing several runs.")
+    parser = argparse.ArgumentParser(prog="report.py", description="Plot several runs on one page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders of train.py")
     parser.add_argument("--output", type=Path, default=Path("curves.png"), help="PNG, PDF or SVG (default: curves.png)")
     options = parser.parse_args(args)
@@ -195,7 +201,7 @@ def main(args: list[str]) -> None:
     for folder in options.runs:
         runs[str(folder)], _ = read(folder / "metrics.jsonl")
         if not runs[str(folder)]:
-            raise UserError(f"{folder} holds no run: it has no metrics.jsonl, or an empty one")
+            raise UserError(f"{folder} holds no run: its metrics.jsonl is missing or empty")
     try:
         plot(runs, options.output, "")
     except (OSError, ValueError) as error:

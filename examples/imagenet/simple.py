@@ -1,9 +1,9 @@
-"""Trains a residual network on photographs with K-FAC. One file, made to be copied and changed.
+"""Train a residual network on photographs with K-FAC. Copy this file and change it.
 
 python simple.py                # scikit-learn's handwritten digits
 python simple.py photographs    # photographs/train/<class>/*.jpg and val/<class>/*.jpg; or photographs/<class>/*.jpg
 
-The same command goes on after a stop. Photographs are kept in memory, decoded: 16 kB each at 64 pixels, 197 kB at 224.
+The same command resumes a stopped run. All photographs stay in memory. At 64 pixels each image needs 16 kB.
 """
 
 import argparse
@@ -30,11 +30,11 @@ import kfac
 
 
 class ResNet(nn.Module):
-    """Stages of residual blocks, each half as high and twice as wide as the one before."""
+    """Apply stages of residual blocks. Each stage has half the height and twice the channels of the previous stage."""
 
     classes: int
     width: int
-    stages: tuple[int, ...] = (1, 1, 1)  # how many blocks each has; (2, 2, 2, 2) is ResNet-18
+    stages: tuple[int, ...] = (1, 1, 1)  # blocks per stage; (2, 2, 2, 2) is ResNet-18
 
     @nn.compact
     def __call__(self, x, train):
@@ -58,7 +58,7 @@ def digits():
 
 
 def decode(path, size):
-    """The square in the middle of an image, an eighth larger than `size`; None if it is no image."""
+    """Return the central square of an image, a seventh larger than `size`, or None if the file is not an image."""
     try:
         with Image.open(path) as image:
             image.draft("RGB", (2 * size, 2 * size))
@@ -69,7 +69,7 @@ def decode(path, size):
 
 
 def photographs(folder, size):
-    """Images and labels for training and for validation, and the names of the classes."""
+    """Return images and labels for training, images and labels for validation, and the class names."""
     parts = [folder / "train", folder / "val"] if (folder / "train").is_dir() else [folder]
     found = [sorted(path for path in part.glob("*/**/*") if path.is_file()) for part in parts]
     if len(parts) == 1:
@@ -77,8 +77,8 @@ def photographs(folder, size):
     names = [[path.relative_to(part).parts[0] for path in paths] for part, paths in zip(parts, found, strict=True)]
     classes = sorted({*names[0]})
     if len(classes) < 2 or classes != sorted({*names[1]}):
-        sys.exit(f"error: {folder} must hold a folder for each class, two or more, with ten images or more, or train/ "
-                 f"and val/ with such folders; for training it has {classes}, else {sorted({*names[1]})}")  # fmt: skip
+        sys.exit(f"error: {folder} must hold a folder for each class (two or more, with ten images or more), or train/ "
+                 f"and val/ with such folders; training has {classes}, validation {sorted({*names[1]})}")  # fmt: skip
     with ThreadPoolExecutor() as pool:
         decoded = [list(pool.map(partial(decode, size=size), paths)) for paths in found]
     kept = [[k for k, image in enumerate(images) if image is not None] for images in decoded]
@@ -88,7 +88,7 @@ def photographs(folder, size):
 
 
 def batches(split, batch, size, start, stop, seed):
-    """The training batches of the steps `start` to `stop`, shifted and mirrored: functions of seed and step alone."""
+    """Yield shifted and mirrored training batches for steps `start` to `stop`. They depend on seed and step alone."""
     images, labels = split
     for step in range(start, stop):
         rng, (epoch, part) = np.random.default_rng([seed, step]), divmod(step, len(labels) // batch)
@@ -99,7 +99,7 @@ def batches(split, batch, size, start, stop, seed):
 
 
 def loss_fn(model, params, stats, images, labels):
-    """The mean loss, and beside it the averages of the batch norm and the accuracy."""
+    """Return the mean loss, and as auxiliary output the batch-norm averages and the accuracy."""
     logits, new = model.apply({"params": params, "batch_stats": stats}, images, train=True, mutable=["batch_stats"])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, (new["batch_stats"], (logits.argmax(-1) == labels).mean())
@@ -116,33 +116,33 @@ def checksum(state):
 
 
 def restore(saved, state, run):
-    """The last state that is as it was written, and its step; a checkpoint that is not is set aside."""
+    """Return the last undamaged state and its step, or the given state and step 0. Rename damaged checkpoints."""
     for step in sorted(saved.all_steps(), reverse=True):
         with suppress(Exception):  # orbax raises nearly anything on damaged files
             about = saved.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
             if about["run"] != run:
-                sys.exit(f"error: {saved.directory} is of {about['run']}, this run is {run}; name a new --output")
+                sys.exit(f"error: {saved.directory} is from {about['run']}, not {run}; name a new --output")
             found = saved.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state)))["state"]
             if checksum(found) == about["checksum"]:
                 return found, step
         aside = (saved.directory / str(step)).rename(saved.directory.parent / f"damaged-{step}-{time.time_ns()}")
-        print(f"the checkpoint of step {step} is damaged, or of another model; it is set aside as {aside}")
+        print(f"the checkpoint of step {step} is damaged, or from another model; it was renamed to {aside}")
         saved.reload()
     return state, 0
 
 
 def main(args=None):
-    """The run; returns the exit code, 128 and the number of the signal that stopped it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
+    """Train and validate. Return the exit code: 0, or 128 plus the number of the signal that stopped the run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a state to save
     began, parser = time.perf_counter(), argparse.ArgumentParser()
-    parser.add_argument("folder", nargs="?", type=Path, help="with the photographs; without it, digits")
-    parser.add_argument("--size", type=int, default=64, help="pixels along a side that the network sees (64)")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage (16)")
-    parser.add_argument("--batch", type=int, help="images in a step; by default a tenth of them all")
-    parser.add_argument("--steps", type=int, default=100, help="length of the training (100)")
+    parser.add_argument("folder", nargs="?", type=Path, help="folder with the photographs (default: digits)")
+    parser.add_argument("--size", type=int, default=64, help="side length in pixels of the network's input (64)")
+    parser.add_argument("--width", type=int, default=16, help="channels in the first stage (16)")
+    parser.add_argument("--batch", type=int, help="images per step (default: a tenth of the training images)")
+    parser.add_argument("--steps", type=int, default=100, help="number of steps (100)")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate; try half and twice this (0.1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("run"), help="folder of the checkpoints (run)")
+    parser.add_argument("--output", type=Path, default=Path("run"), help="folder for the checkpoints (run)")
     options = parser.parse_args(args)
     cache = jax.config.values["jax_compilation_cache_dir"] or str(Path.home() / ".cache" / "kfac-simple")
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -152,7 +152,7 @@ def main(args=None):
     if not 0 < batch <= count or batch % devices:
         sys.exit(f"error: --batch {batch} must be from 1 to {count}, and a multiple of the {devices} devices")
 
-    # The model, the optimizer and its state, the same on all devices; each batch is split over them.
+    # Model, optimizer and state are the same on all devices. Each batch is split over the devices.
     jax.set_mesh(mesh := jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,)))
     same, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("devices"))
     example = jax.device_put(next(batches(train, batch, size, 0, 1, options.seed)), split)
@@ -163,7 +163,7 @@ def main(args=None):
     step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
     opt_state = step.init(params, stats, *example)
 
-    # The last checkpoint, if there is one. From here on Ctrl-C and SIGTERM end the run with a checkpoint.
+    # Restore the last checkpoint, if any. From here on, Ctrl-C and SIGTERM end the run with a checkpoint.
     saved = ocp.CheckpointManager((options.output / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(2))
     run = {name: str(value) for name, value in vars(options).items() if name != "output"} | {"devices": devices}
     (params, stats, opt_state), start = restore(saved, (params, stats, opt_state), run)
@@ -181,7 +181,7 @@ def main(args=None):
             print(f"step {done}/{options.steps}  loss {loss:.3f}  accuracy {accuracy:.1%}  {seconds:.1f} s", flush=True)
         if last or epoch:
             sums, edge = np.zeros(2), (val[0].shape[1] - size) // 2
-            for at in range(0, len(val[1]), batch):  # the last one is filled up, for each has one shape
+            for at in range(0, len(val[1]), batch):  # the last batch is filled up, so that all have one shape
                 rows = np.arange(at, at + batch) % len(val[1])
                 images = val[0][rows, edge : edge + size, edge : edge + size]
                 each = evaluate(model, params, stats, *jax.device_put((images, val[1][rows]), split))

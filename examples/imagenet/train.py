@@ -1,19 +1,19 @@
-"""Trains a network on images with K-FAC or another optimizer. To be read from top to bottom; to be copied is simple.py.
+"""Train a network on images with K-FAC or another optimizer. Read it from top to bottom, and copy simple.py instead.
 
 python examples/imagenet/train.py                          # digits, ten K-FAC steps an epoch, on a CPU
-python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # the same again goes on
-python examples/imagenet/train.py --eval runs/a            # its best checkpoint
-python examples/imagenet/train.py --config bs128k --data synthetic --synthetic-images 1281167 --plan 128 512   # a plan
+python examples/imagenet/train.py --config bs128k --data-dir imagenet --output runs/a    # repeat it to resume
+python examples/imagenet/train.py --eval runs/a            # validate its best checkpoint
+python examples/imagenet/train.py --config bs128k --data synthetic --synthetic-images 1281167 --plan 128 512   # predict
 """
 
 import os
 import signal
 
-if __name__ == "__main__":  # until there is something to save, Ctrl-C ends it at once and without a word
+if __name__ == "__main__":  # Ctrl-C ends the script silently until a state can be saved
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Before jax is imported, which reads both. With few cores, XLA's CPU schedule may start a convolution and a LAPACK call
-# at once and let each wait for the other's threads forever.
+# Set both variables before the import of jax, which reads them. With few cores, XLA's CPU schedule may start a
+# convolution and a LAPACK call together, and then each waits for the other's threads forever.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "xla_cpu_enable_concurrency_optimized_scheduler" not in os.environ.get("XLA_FLAGS", ""):
     flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -50,22 +50,22 @@ from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 INVERSES: Any = {"soap": kfac.SOAP, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh}
-# Inverses go stale fast at first, so each of the first steps collects statistics whatever --factor-every says.
+# Inverses become outdated fast at first, so each of these steps collects statistics, whatever --factor-every says.
 FACTOR_WARMUP = 10
 
 
 class State(NamedTuple):
-    """Everything that a step changes."""
+    """Hold everything that a step changes."""
 
     step: Any
     params: Any
     batch_stats: Any
-    ema: Any  # running averages of both, if wanted
+    ema: Any  # running averages of params and batch_stats, with --ema
     opt_state: Any
-    mixed: Any  # what running mixup carries on, split over devices like the batch
+    mixed: Any  # the last batch for running mixup, split over the devices
 
 
-# The optimizer: K-FAC, or another one in its place.
+# The optimizer.
 
 
 def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
@@ -101,19 +101,19 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
 
 
 def as_matrices(params: Any) -> Any:
-    """Kernels as Muon takes them, one column an output; the rest is for Adam."""
+    """Return the axes by which Muon reads kernels as matrices. None leaves a parameter to Adam."""
     of = optax.contrib.MuonDimensionNumbers
     return jax.tree.map(lambda w: of(tuple(range(w.ndim - 1)), w.ndim - 1) if w.ndim > 1 else None, params)
 
 
-# What is compiled: each function works on one of a row of devices.
+# Compiled functions. All except `fresh` run inside `shard_map`, on each device.
 
 
 def loss_fn(run: Run, model: Any, params: Any, batch_stats: Any, batch: Mixed) -> Any:
     variables = {"params": params, "batch_stats": batch_stats}
     logits, new = model.apply(variables, recipe.normalise(run, batch.images), train=True, mutable=["batch_stats"])
     targets = optax.smooth_labels(batch.targets, run.config.label_smoothing)
-    # Of a mixed image its own label counts, which has the larger share.
+    # For a mixed image, its own label counts, because it has the larger share.
     right = jnp.argmax(logits, -1) == jnp.argmax(batch.targets, -1)
     aux = {"batch_stats": new.get("batch_stats", {}), "accuracy": jnp.mean(right.astype(jnp.float32))}
     return jnp.mean(optax.softmax_cross_entropy(logits, targets)), aux
@@ -133,7 +133,7 @@ def init(run: Run, variables: dict[str, Any]) -> State:
 
 
 def local_gradients(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Any]:
-    """The loss, its auxiliary output and the gradients of this device's own images."""
+    """Return the loss, its auxiliary output and the gradients for this device's images."""
     return jax.value_and_grad(loss_fn, has_aux=True)(lax.pcast(params, AXIS, to="varying"), *args)
 
 
@@ -149,12 +149,12 @@ def train_step(run: Run, gradients: Callable[..., Any], state: State, batch: Any
     seen, mixed = recipe.augmented(run, state.step, batch, state.mixed)
     (loss, aux), grads, *factors = gradients(state.params, state.batch_stats, seen)
     loss, aux, grads = lax.pmean((loss, aux, grads), AXIS)
-    if factors:  # statistics in every step come with the gradients
+    if factors:  # if every step takes statistics, they come with the gradients
         opt_state = kfac.observe(opt_state, factors[0])
     updates, opt_state = run.tx.update(grads, opt_state, state.params)
     params, batch_stats = optax.apply_updates(state.params, updates), aux["batch_stats"]
     params, ema = models.rescale(params) if config.rescale else params, state.ema
-    if config.ema:  # in the first steps it forgets faster, so that it does not lag behind
+    if config.ema:  # the average forgets faster in the first steps, to avoid a lag
         share = jnp.minimum(config.ema, (1 + state.step) / (10 + state.step))
         ema = optax.incremental_update((params, batch_stats), ema, 1 - share)
     squares = {"gradient": report.squares(grads), "parameter": report.squares(params),
@@ -179,20 +179,20 @@ def eval_step(run: Run, weights: tuple[Any, Any], batch: batches.Batch) -> tuple
 
 
 def main(args: list[str]) -> int:
-    """The run; returns the exit code, which tells one that was stopped by a signal from one that is done."""
+    """Train, validate, predict or measure. Return the exit code: 0, or 128 plus the number of a signal."""
     began = time.perf_counter()
     config = cfg.parse(args)
     if config.print_config:
         print(json.dumps({k: v for k, v in vars(config).items() if v is not None}, indent=2, default=str))
         return 0
 
-    # The devices in a row, over which each batch is split. One device is a row too.
+    # The devices, over which each batch is split. A single device needs no special case.
     processes.meet(config)
     mesh = processes.row_of_devices(config.devices)
     same, split = NamedSharding(mesh, SAME), NamedSharding(mesh, SPLIT)
     on_devices = functools.partial(jax.shard_map, mesh=mesh)
 
-    # The data, and how long the training is. An epoch has as many images as there are, whether or not batches fit in.
+    # The data, and the length of the training. An epoch counts all images, even if batches do not divide them.
     dataset = data.load(config)
     size = len(dataset.train)
     config = cfg.fit(config, size, mesh.size, mesh.devices[0].platform)
@@ -207,7 +207,7 @@ def main(args: list[str]) -> int:
         print(f"{steps * batch} images by {config.workers} thread(s), {len(bad)} broken: "
               f"{steps * batch / (time.perf_counter() - timed):.0f} images/s")  # fmt: skip
         return 0
-    # The folder of the run: a new one, or one to go on in. From here on something is written.
+    # The run's folder, new or resumed. From here on the script writes files.
     output, lock = config.output, None
     if not (config.eval or config.plan):
         output, lock = processes.open_output(config, dataset.found())
@@ -215,7 +215,7 @@ def main(args: list[str]) -> int:
         f"{'x'.join(map(str, dataset.shape))}, {dataset.num_classes} classes" + dataset.note)  # fmt: skip
     broken = batches.Broken(config.max_broken * (size + len(dataset.val)))
     rows = batches.own_rows(mesh, jax.process_index(), local_batch, micro_batches)
-    # Global arrays, split over the devices, from what this process has loaded of them.
+    # Make global arrays, split over the devices, from the rows that this process has loaded.
     place = functools.partial(jax.tree.map, functools.partial(jax.make_array_from_process_local_data, split))
 
     def train_batches(first: int, last: int) -> Iterator[batches.Batch]:
@@ -259,7 +259,7 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
-    max_factor_dim = None if config.step_norm == "spectral" else 8192  # the published recipe has whole factors
+    max_factor_dim = None if config.step_norm == "spectral" else 8192  # the published recipe limits factors
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                               example, has_aux=True, max_factor_dim=max_factor_dim)  # fmt: skip
     if config.plan:
@@ -275,17 +275,17 @@ def main(args: list[str]) -> int:
     try:
         run = run._replace(tx=transform(config, rate, layers))
     except ValueError as error:
-        raise UserError(f"the options of the optimizer do not go together: {error}") from error
+        raise UserError(f"the options of the optimizer conflict: {error}") from error
 
-    # The state: the same on all devices but for the layers that each one owns and the images that it has mixed.
+    # The state. All devices hold the same values, except for their own layers and mixed images.
     say("compiling ...")
     compile_began = time.perf_counter()
     specs = State(SAME, SAME, SAME, SAME, kfac.state.state_specs(run.tx, variables["params"], AXIS), SPLIT)
     variables = jax.jit(functools.partial(fresh, run), out_shardings=same)(jax.random.key(config.seed))
     state = jax.jit(on_devices(functools.partial(init, run), in_specs=SAME, out_specs=specs))(variables)
 
-    # The programs, compiled here and not on the first call: they can be timed, and nothing can retrace later. Over
-    # micro-batches everything is averaged, the batch-norm averages in `aux` too.
+    # The programs. Compiling them here, not in the first call, measures the time and prevents later retracing. All
+    # results are averaged over micro-batches, including the batch-norm averages in `aux`.
     loss_of = functools.partial(loss_fn, run, model)
 
     def compile(program: Callable[..., Any], measure: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
@@ -296,7 +296,7 @@ def main(args: list[str]) -> int:
         labels = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=split)
         return jax.jit(program, donate_argnums=0).lower(state, (images, labels)).compile()
 
-    # Statistics have a program of their own. If every step takes them from all images, they come with the gradients.
+    # Statistics have their own program. If every step takes them from all images, they come with the gradients.
     gradients: Callable[..., Any] = functools.partial(local_gradients, loss_of)
     take_statistics = None
     if use_kfac and config.factor_every == config.subsample == 1:
@@ -308,7 +308,7 @@ def main(args: list[str]) -> int:
     compile_seconds = time.perf_counter() - compile_began
     say(f"compiled {'step, statistics' if take_statistics else 'step'} in {compile_seconds:.1f} s")
 
-    # Where it begins: at the beginning, or at the last checkpoint, which fits any number of devices.
+    # Start at the beginning, or at the last checkpoint, which fits any number of devices.
     saved = checkpoints.Checkpoints(output / "checkpoints", config.keep_checkpoints,
                                     *checkpoints.for_any_devices(mesh, specs, local_batch, use_kfac))  # fmt: skip
     start, due = 0, True
@@ -318,13 +318,13 @@ def main(args: list[str]) -> int:
         broken.update(extra["broken"])
         say(f"resuming {output} at step {start} of {total}")
         if stop_at < start:
-            raise UserError(f"the run in {output} is at step {start}, and is to end at step {stop_at}; give --steps, "
-                            "--epochs or --stop-after beyond it")  # fmt: skip
+            raise UserError(f"the run in {output} is at step {start}, beyond its end at step {stop_at}; raise --steps, "
+                            "--epochs or --stop-after")  # fmt: skip
     processes.on_first(lambda: cfg.save(config, dataset.found(), output))
     watched = {"gradient": state.params, "parameter": state.params, "batch-norm average": state.batch_stats}
     metrics = report.Metrics(output, start, per_epoch, jax.eval_shape(lambda: watched), processes.is_first())
 
-    # The loop. SIGTERM and Ctrl-C end it after the step at hand, with a checkpoint; a second one ends it now.
+    # The loop. SIGTERM and Ctrl-C end it after the current step, with a checkpoint. A second signal ends it at once.
     stop, step, target = processes.Stop(), start, config.target_accuracy or math.inf
     why = f"--stop-after {stop_at}"
     if max(metrics.accuracies, default=0) >= target:
@@ -342,7 +342,8 @@ def main(args: list[str]) -> int:
             due = bool(values["kfac/due"])  # waits for the device
         metrics.add(step, values, squares)
 
-        # What there is to do after this step. By the clock only where a single process decides, or at fixed steps.
+        # Decide whether to log, validate, save or stop. Clocks differ between processes, so several processes compare
+        # them only at fixed steps.
         now = time.perf_counter()
         last = step == stop_at or stop.asked(step)
         check = step % eval_every == 0 or step == total
@@ -354,11 +355,11 @@ def main(args: list[str]) -> int:
         if not (log or save):
             continue
 
-        # Reading the numbers waits for the device, hence not after each step.
+        # Reading the numbers waits for the device, so most steps skip it.
         record = metrics.flush(rate)
         seconds = (time.perf_counter() - last_line) / (step - last_read)
         if record["bad"]:
-            raise UserError(f"{record['bad']}; {saved.describe()}; a new run may do with "
+            raise UserError(f"{record['bad']}; {saved.describe()}; a new run may work with "
                             f"{f'a --damping above {config.damping} or ' if use_kfac and config.damping else ''}"
                             f"a --learning-rate below {config.learning_rate}")  # fmt: skip
         result = validate(state.ema if config.ema else (state.params, state.batch_stats)) if check else {}
@@ -394,5 +395,5 @@ def main(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what goes wrong in orbax is raised, too
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises these errors
     processes.script(main)

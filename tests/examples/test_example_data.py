@@ -310,11 +310,11 @@ def test_shards_are_compared_with_what_tfds_has_noted(tmp_path):
     for index in indices():
         index.unlink()
     tfrecord(tmp_path / "imagenet2012-train.tfrecord-00001-of-00002", (1,))
-    with pytest.raises(UserError, match=r"train\.tfrecord-00001-of-00002 holds 1 images, but 2 by .*fetch it again"):
+    with pytest.raises(UserError, match=r"train\.tfrecord-00001-of-00002 holds 1 images, but .* says 2; fetch"):
         records.find(tmp_path)
     noted[0]["shardLengths"] = ["2", "1", "7"]
     path.write_text(json.dumps({"splits": noted}))
-    with pytest.raises(UserError, match=r"has 3 shards for train, here are 2"):
+    with pytest.raises(UserError, match=r"lists 3 shards for train, found 2"):
         records.find(tmp_path)
     path.write_text(path.read_text()[:20])
     with pytest.raises(UserError, match=r"dataset_info.json does not say how many .*remove it if the shards are good"):
@@ -333,10 +333,10 @@ def test_a_missing_last_tar_shard_is_noticed(tmp_path):
     (tmp_path / "imagenet-train-000002.tar").unlink()
     for index in indices():
         index.unlink()
-    with pytest.raises(UserError, match=r"_info.json has 3 shards for train, here are 2; fetch the others"):
+    with pytest.raises(UserError, match=r"_info.json lists 3 shards for train, found 2; fetch the others"):
         records.find(tmp_path)
     (tmp_path / "_info.json").unlink()
-    assert "is one after the last missing?" in records.find(tmp_path).note
+    assert "is a later shard missing?" in records.find(tmp_path).note
 
 
 def test_a_shard_that_is_cut_between_records_is_asked_about(tmp_path):
@@ -346,7 +346,7 @@ def test_a_shard_that_is_cut_between_records_is_asked_about(tmp_path):
     for index in indices():
         index.unlink()
     tfrecord(tmp_path / "imagenet2012-train.tfrecord-00001-of-00002", (1,))
-    assert records.find(tmp_path).note.endswith("00001-of-00002 holds 1 images, others 2: is it whole?")
+    assert records.find(tmp_path).note.endswith("00001-of-00002 holds 1 images, others 2: is it complete?")
 
 
 def classic_tfrecords(root):

@@ -166,10 +166,10 @@ def test_named_configurations_are_in_half_precision_on_accelerators():
         (["--decay-power", 3], ["--decay-power", "cosine"]),
         (["--optimizer", "sgd", "--damping", 1], ["--damping has no effect with --optimizer sgd"]),
         (["--optimizer", "adamw", "--inverse-update-period", 2], ["--inverse-update-period", "adamw"]),
-        (["--global-batch", "12.5"], ["--global-batch", "12.5 is no whole number"]),
+        (["--global-batch", "12.5"], ["--global-batch", "12.5 is not a whole number"]),
         (["--epochs", "inf"], ["--epochs: it is inf", "finite"]),
-        (["--learnin-rate", 1], ["--learnin-rate", "--learning-rate is near"]),
-        (["--batchsize", 1], ["--batchsize", "--batch-size is near"]),
+        (["--learnin-rate", 1], ["--learnin-rate", "did you mean --learning-rate?"]),
+        (["--batchsize", 1], ["--batchsize", "did you mean --batch-size?"]),
         (["--factor-ema-decay", 0.9], ["--factor-ema-decay has no effect with --step-norm spectral", "--config"]),
         (["--processes", "localhost", 2, 0], ["localhost", "HOST:PORT"]),
         (["--processes", "a:1", 2, 2], ["a:1 2 2", "from 0"]),
@@ -190,7 +190,7 @@ def test_named_configurations_are_in_half_precision_on_accelerators():
         (["--plan"], ["--plan", "at least one"]),
         (["--plan", "4", "0"], ["--plan", "is 0", "at least 1"]),
         (["--steps", "0"], ["--steps: it is 0 but must be at least 1"]),
-        (["--step", "1"], ["--step", "--steps is near"]),
+        (["--step", "1"], ["--step", "did you mean --steps?"]),
     ],
 )
 def test_bad_options_are_refused(args, words, tmp_path, monkeypatch):
@@ -480,7 +480,7 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path, monkeypatch):
     metrics._file = open("/dev/full", "a", buffering=1)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(processes.signal, "signal", lambda *args: None)
-    with pytest.raises(SystemExit, match="error: a file cannot be read or written: No space left on device; mend that"):
+    with pytest.raises(SystemExit, match="error: a file cannot be read or written: No space left on device; correct"):
         processes.script(lambda args: metrics.write({"step": 1}))
     # What was not written would be written once more on closing.
     with contextlib.suppress(OSError):

@@ -299,9 +299,7 @@ def test_a_signal_and_other_workers_change_nothing(shards, tmp_path):
             member = tarfile.TarInfo(f"9999.{ending}")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    assert "the data are not those of the run" in refused(
-        "--data-dir", tmp_path, *IMAGES, "--output", tmp_path / "parts"
-    )
+    assert "the data differ from the run" in refused("--data-dir", tmp_path, *IMAGES, "--output", tmp_path / "parts")
 
 
 # Several devices and processes.

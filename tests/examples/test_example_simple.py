@@ -91,7 +91,7 @@ def test_digits_stopped_killed_and_damaged_go_on_bit_for_bit(shorter):
     changed[len(changed) // 2] ^= 4
     data.write_bytes(changed)
     again = lines(finish(simple(shorter, *options)))
-    assert "is damaged, or of another model; it is set aside as" in again[0]
+    assert "is damaged, or from another model; it was renamed to" in again[0]
     assert whole[-len(again[2:]) :][1:] == again[3:] and again[-1] == whole[-1]
     # Done is done, and other options are another run: both in one process.
     twice = "import sys, simple\nfor more in [], ['--rate', '0.2']:\n    simple.main(sys.argv[1:] + more)\n"

@@ -1,10 +1,10 @@
 #!/bin/bash
-# K-FAC and SGD with the same warm-up, batches and length, three seeds each, and one page of curves:
+# Compare K-FAC and SGD with the same warm-up, batches and length, and three seeds each. Plot all curves on a page:
 #
 #   bash examples/imagenet/launch/compare.sh --data-dir photographs --image-size 32 --arch resnet20 --global-batch auto
 #
-# Options go to train.py, of all runs. A run that is stopped or fails ends it, with the run's exit code. Started again,
-# it goes on where it was.
+# Every run of train.py gets the options. If a run is stopped or fails, this script ends with the run's exit code. The
+# same command resumes the comparison.
 set -euo pipefail
 
 folder=${FOLDER:-runs/compare}

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Trains in two processes (or more) on this machine's CPU, as several machines would: to try things out.
+# Train in two or more processes on this machine's CPU, to try a run on several machines.
 #
 #   bash examples/imagenet/launch/processes.sh                            # two processes with two devices each
 #   PROCESSES=4 DEVICES=1 bash examples/imagenet/launch/processes.sh --optimizer sgd --steps 20
 #
-# Options go to train.py.
+# train.py gets all options.
 set -uo pipefail
 
 count=${PROCESSES:-2}
@@ -17,11 +17,11 @@ for ((i = 0; i < count; i++)); do
   "$python" "$here/../train.py" "$@" --processes "localhost:$port" "$count" "$i" &
   pids+=($!)
 done
-# Stopped by a signal they end together, after a checkpoint. One that fails leaves the others waiting, so they end too,
-# after PATIENCE seconds.
+# After a signal, all processes end together, with a checkpoint. If a process fails, the others would wait for it, so
+# this script ends them after PATIENCE seconds.
 stopped=
 trap 'stopped=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM
-trap 'stopped=1' INT # the terminal sends it to all of them
+trap 'stopped=1' INT # the terminal sends the signal to all processes
 
 for ((left = count; left > 0; left--)); do wait -n || break; done
 if [[ -z $stopped ]]; then
@@ -30,7 +30,7 @@ if [[ -z $stopped ]]; then
 fi
 status=0
 for pid in "${pids[@]}"; do
-  # A signal ends the waiting, not the process.
+  # A signal interrupts `wait`, not the process.
   wait "$pid" 2>/dev/null; code=$?
   while kill -0 "$pid" 2>/dev/null; do wait "$pid" 2>/dev/null; code=$?; done
   ((status == 0 || status == 137)) && ((code != 0)) && status=$code
