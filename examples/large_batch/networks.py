@@ -29,6 +29,8 @@ Some methods have stored results only:
 - "kfac-at-once": a default whose intervals did not grow.
 - "kfac-alike": the default after "kfac-at-once". It moved convolutions as far as dense kernels.
 - "kfac-frobenius" and names that begin with it: version 0.3, whose steps had a Frobenius norm.
+- "kfac-whole-kernels", "kfac-no-overlap", "kfac-decay-0.99": today's default with `max_factor_dim=8192`, without the
+  factor `Layer.overlap`, with `SOAP(decay=0.99)`. "kfac-0.99-0.95": the last with momentum 0.95.
 - "kfac-in-one-pass": the default with statistics in the gradient's backward pass.
 """
 
