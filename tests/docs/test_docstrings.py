@@ -28,13 +28,13 @@ def network(params, x):
     return h @ params["output"]["kernel"] + params["output"]["bias"]
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_the_example_runs(name, monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *args: None)  # the folder of the compilation cache
+@pytest.fixture(scope="module")
+def names():
+    """The names that the examples use without a definition."""
     params, batch, loss_fn = model_and_data()
     layers = kfac.find_layers(loss_fn, params, batch)
     optimizer = kfac.kfac(0.1, layers)
-    names = {
+    return {
         "dataclasses": dataclasses,
         "jax": jax,
         "jnp": jnp,
@@ -48,7 +48,7 @@ def test_the_example_runs(name, monkeypatch):
         "network": network,
         "num_steps": 10,
         "observe": lambda state, params, batch: kfac.observe(state, kfac.statistics(loss_fn, layers)(params, batch)),
-        "opt_state": optimizer.init(params),
+        "opt_state": jax.jit(optimizer.init)(params),
         "optimizer": optimizer,
         "params": params,
         "step": lambda params, state, batch: (params, state),
@@ -58,7 +58,14 @@ def test_the_example_runs(name, monkeypatch):
         "my_transpose": jax.custom_vjp(jnp.transpose),
         "rounded": jax.custom_vjp(jnp.round),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_the_example_runs(name, names, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)  # the folder of the compilation cache
     blocks = examples(name)
     assert blocks, "a docstring without an example"
+    own = dict(names)
     for block in blocks:
-        exec(block, names)
+        exec(block, own)
