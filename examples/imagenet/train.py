@@ -259,7 +259,7 @@ def main(args: list[str]) -> int:
     use_kfac, seen = config.optimizer == "kfac", jnp.dtype(config.dtype) if run.augmented else jnp.uint8
     example = Mixed(jax.ShapeDtypeStruct((local_batch, *dataset.shape), seen),
                     jax.ShapeDtypeStruct((local_batch, dataset.num_classes), run.wide))  # fmt: skip
-    max_factor_dim = None if config.step_norm == "spectral" else 8192  # the published recipe does not cut oblong kernels
+    max_factor_dim = None if config.step_norm == "spectral" else 8192  # the recipe does not cut oblong kernels
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                               example, has_aux=True, max_factor_dim=max_factor_dim)  # fmt: skip
     if config.plan:
