@@ -209,6 +209,9 @@ HINTS = {
     "decay": "weight_decay= or momentum=",
     "eps": "damping=",
     "mask": "weight_decay_mask=",
+    "mesh": "distribution=kfac.Distribution(mesh=...)",
+    "axis_name": "distribution=kfac.Distribution(axis_name=...)",
+    "owner_axes": "distribution=kfac.Distribution(owner_axes=...)",
     "clip_norm": 'no clipping with step_norm="spectral", which bounds every step; otherwise kl_clip=',
 }
 

@@ -178,8 +178,8 @@ class Layer:
       overlap: how many windows of a convolution hold an input position away from the edges: 9 for 3 x 3, or 2.25 with
         stride 2. If several convolutions read the kernel, this is the maximum. Other layers have 1.
 
-    For example, three stacked kernels with 10,000 inputs and `cut=(2, 1)` have these shapes of `A`: `(5000, 5000)` in
-    `block_shapes`, `(2, 5000, 5000)` in `side_shapes` and `(3, 2, 5000, 5000)` in `factor_shapes`.
+    For example, three stacked kernels with 10,000 inputs and `num_blocks=(2, 1)` have these shapes of `A`: `(5000,
+    5000)` in `block_shapes`, `(2, 5000, 5000)` in `side_shapes` and `(3, 2, 5000, 5000)` in `factor_shapes`.
     """
 
     name: str

@@ -9,7 +9,7 @@ results do not depend on their size, and nothing else may be sent. Bytes are tho
 reduce-scatters and all-to-alls, and gets from all-gathers. `sent` counts all-reduces whole and the others half, as
 that is what a ring makes of them: an all-reduce is a reduce-scatter and an all-gather.
 
-Uses the inside of `_optimizer.over_mesh`, as parameters are shapes here, of which `init` does not see how they lie.
+Uses the inside of `_optimizer.sharded_step`, as parameters are shapes here, of which `init` does not see how they lie.
 """
 
 import argparse

@@ -15,6 +15,8 @@ The methods are:
 - "kfac": `kfac.train_step` with default options. If `kfac.statistics_due` returns True, a separate program takes
   statistics from a quarter of the examples.
 - "kfac-one-rate": the same with `adaptive_layer_rates=False`.
+- "kfac-whole-kernels": the same with `find_layers(max_factor_dim=8192)`, which does not cut oblong kernels.
+- "kfac-decay-0.99": the same with `SOAP(decay=0.99)`.
 - "kfac-every-step": statistics from all examples in every step.
 - "kfac-cholesky": the same with `preconditioner=kfac.Cholesky()`.
 - "soap": published SOAP, with Shampoo's matrices.
@@ -29,8 +31,8 @@ Some methods have stored results only:
 - "kfac-at-once": a default whose intervals did not grow.
 - "kfac-alike": the default after "kfac-at-once". It moved convolutions as far as dense kernels.
 - "kfac-frobenius" and names that begin with it: version 0.3, whose steps had a Frobenius norm.
-- "kfac-whole-kernels", "kfac-no-overlap", "kfac-decay-0.99": today's default with `max_factor_dim=8192`, without the
-  factor `Layer.overlap`, with `SOAP(decay=0.99)`. "kfac-0.99-0.95": the last with momentum 0.95.
+- "kfac-no-overlap": the present default without the factor `Layer.overlap`.
+- "kfac-0.99-0.95": "kfac-decay-0.99" with momentum 0.95.
 - "kfac-in-one-pass": the default with statistics in the gradient's backward pass.
 """
 
@@ -82,6 +84,8 @@ EVERY = math.inf  # as `overhead`, it allows statistics and refreshes in every s
 KFAC: dict[str, dict[str, Any]] = {
     "kfac": {},
     "kfac-one-rate": {"adaptive_layer_rates": False},
+    "kfac-whole-kernels": {"max_factor_dim": 8192},
+    "kfac-decay-0.99": {"preconditioner": kfac.SOAP(decay=0.99)},
     "kfac-every-step": {"overhead": EVERY},
     "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
 }
@@ -297,10 +301,12 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         params, state = problem.init(jax.random.key(0))
         first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
-        layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, batch_argnums=tuple(batch))
-        quarter = "overhead" not in KFAC[method] and (layers.num_examples or 0) >= 64
+        settings = dict(KFAC[method])
+        find = {"batch_argnums": tuple(batch), "max_factor_dim": settings.pop("max_factor_dim", None)}
+        layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, **find)
+        quarter = "overhead" not in settings and (layers.num_examples or 0) >= 64
         share = share or (4 if quarter else 1)
-        settings = {"statistics_fraction": 1 / share} | KFAC[method]
+        settings = {"statistics_fraction": 1 / share} | settings
 
     def optimizer(rates: jax.Array) -> Any:
         rate = rates.__getitem__

@@ -30,8 +30,8 @@ class Likelihood:
       log_prob: `log_prob(x, target)` returns `log p(target | x)`, `[...]`. It may omit terms that do not depend on `x`.
       root: `root(x, v)` returns `S(x) v` for vectors `v`, `[..., features]`. `S(x)` is a square matrix with
         `S^T S = H`, where `H` is the expected second moment of the gradients of `-log p` with respect to `x`. Required
-        only for `fisher="expected"`, for `kfac.curvature.exact` and `kfac.curvature.gauss_newton`, and for the presets
-        `adaptive_damping` and `full_batch`.
+        only for `fisher="expected"`, for `kfac.curvature.exact` and `kfac.curvature.gauss_newton`, and for
+        `kfac.adaptive_damping` and `kfac.presets.full_batch`.
 
     Raises:
       ValueError: an argument is not a function.

@@ -250,7 +250,7 @@ class BlockPreconditioner(abc.ABC):
 
 
 def check_preconditioner(value: object) -> None:
-    """Raise a `ValueError` if a value is not an `BlockPreconditioner`."""
+    """Raise a `ValueError` if a value is not a `BlockPreconditioner`."""
     check_type(
         "preconditioner",
         value,

@@ -93,7 +93,7 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        owners = axis_names(state.settings.distribution.owners)
+        owners = axis_names(state.settings.distribution.owner_axes)
         specs = state_spec(owners or tuple(mesh.axis_names))
         return KfacState(*map(of_leaves, state, specs))
 

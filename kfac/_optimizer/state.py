@@ -61,7 +61,7 @@ class KfacMetrics(NamedTuple):
     skipped_steps: Array
 
 
-# The state of an `BlockPreconditioner`: any tree of arrays `[k, ...]`.
+# The state of a `BlockPreconditioner`: any tree of arrays `[k, ...]`.
 PreconditionerState: TypeAlias = Any
 
 

@@ -171,7 +171,7 @@ class Kernels(NamedTuple):
       size: the whole kernel's number of elements, also if the block is a piece of the kernel; 0 if the block belongs
         to no kernel.
       width: the number of rows in the block that belong to the kernel, without bias and padding.
-      length: the target length of the step; see `Moves.length`.
+      length: the target length of the step; see `ScalingConfig.length`.
     """
 
     size: Any
@@ -295,7 +295,7 @@ class BlockSums(NamedTuple):
       gg: `sum g^2`; 0 in stacks without kernels.
       moving: the number of nonzero `u`.
       size: the whole kernel's number of elements; 0 if the block is not a kernel.
-      length: the target length of the step, see `Moves.length`; 0 if all `g` are zero.
+      length: the target length of the step, see `ScalingConfig.length`; 0 if all `g` are zero.
     """
 
     uu: Array

@@ -63,10 +63,10 @@ class Eigenpairs(NamedTuple):
 
 
 class Linear:
-    """Base class of symmetric matrices over the parameters. A subclass defines `matvec` and `like`."""
+    """Base class of symmetric matrices over the parameters. A subclass defines `matvec` and `shapes`."""
 
     preconditioner: Any = (
-        None  # an `BlockOperator` that approximates the matrix: the preconditioner
+        None  # a `BlockOperator` that approximates the matrix: the preconditioner
     )
 
     def matvec(self, tree: Params) -> Params:
@@ -125,7 +125,7 @@ class Linear:
         a = as_matrix(self)
         if isinstance(other, Linear):
             b = as_matrix(other)
-            # The sum of two operators is not an `BlockOperator`, so only one of them can precondition.
+            # The sum of two operators is not a `BlockOperator`, so only one of them can precondition.
             preconditioner = (
                 b.preconditioner if a.preconditioner is None else a.preconditioner
             )

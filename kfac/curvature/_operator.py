@@ -95,7 +95,7 @@ class Block:
 class BlockOperator(Linear):
     """A symmetric block-diagonal matrix over the parameters, with a block per layer.
 
-    `kfac.curvature.operator` returns it. An `BlockOperator` is a pytree: it passes through `jax.jit`, its arrays can be
+    `kfac.curvature.operator` returns it. A `BlockOperator` is a pytree: it passes through `jax.jit`, its arrays can be
     placed on devices, and `jax.vmap(op.matvec)` multiplies stacked trees. Trees have the parameters' structure.
 
     Skipped parameters have no block. An operator from a `Factors` also has no blocks for parameters with gradient
@@ -279,8 +279,8 @@ def operator(
 
     Args:
       layers: the layers that `find_layers` returned.
-      source: a `Factors` from `value_and_grad` or `estimate`, or an optimizer state. A state supplies its running
-        averages and, with `EKFAC`, its corrected eigenvalues. Directly after a refresh,
+      source: a `Factors` from `value_and_grad` or `estimate_factors`, or an optimizer state. A state supplies its
+        running averages and, with `EKFAC`, its corrected eigenvalues. Directly after a refresh,
         `kfac.curvature.operator(layers, opt_state).inv() @ grads` equals the output of `scale_by_kfac` for all
         parameters with a block. If the state is spread over several devices, pass the result of
         `kfac.state.gather_state`.
@@ -293,7 +293,7 @@ def operator(
       basis: the eigenvectors in which the moments of a `Factors` were taken.
 
     Returns:
-      An `BlockOperator`.
+      A `BlockOperator`.
 
     Raises:
       ValueError: an argument is out of range, does not match `layers`, or has no effect, or the inverse has no

@@ -104,7 +104,7 @@ def _quadratic_step(
         del extra
         if device_axes():
             raise ValueError(
-                "deterministic measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
+                "full_batch measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
             )
         loss_fn = marked(value_fn, params, num_examples, "full_batch")
         value, root_of_tree = loss_fn.root(params)

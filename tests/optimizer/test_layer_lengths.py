@@ -1,6 +1,6 @@
 """`step_norm="spectral"`, the default of `kfac.kfac`: fixed lengths of steps, and a damping in units of each block.
 
-Some tests are of the inside of `_optimizer.moves` and of damping: numbers that a step shows as products only.
+Some tests are of the inside of `_optimizer.step_scaling` and of damping: numbers that a step shows as products only.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """`adaptive_layer_rates` and `layer_multipliers` of `kfac.kfac`: what each layer's rate follows, against NumPy.
 
-Tests the inside of `_optimizer.moves`, too: the constants of its rule have no other place.
+Tests the inside of `_optimizer.step_scaling`, too: the constants of its rule have no other place.
 """
 
 from __future__ import annotations

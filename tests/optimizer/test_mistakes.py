@@ -227,7 +227,7 @@ MISTAKES |= {
         lambda name=name: optimizer(**{name: 0.9}),
         rf"kfac\(\) has no option {name}=: use",
     )
-    for name in ("b1", "b2", "eps", "mask", "clip_norm")
+    for name in ("b1", "b2", "eps", "mask", "clip_norm", "mesh", "axis_name", "owner_axes")
 }
 MISTAKES |= {
     "mask= of train_step": (lambda: kfac.train_step(loss_fn, RATE, mask=True), r"train_step\(\).*weight_decay_mask="),
