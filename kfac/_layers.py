@@ -29,14 +29,9 @@ UNREACHED = "no gradient reaches it"
 class UnsupportedLayerError(ValueError):
     """Raised by `find_layers(strict=True)` if an operation reads a parameter without exact per-example rows.
 
-    ::
+    The message names the parameter, the operation, the reason and the way out::
 
-        try:
-            layers = kfac.find_layers(loss_fn, params, batch, strict=True)
-        except kfac.UnsupportedLayerError as error:
-            print(error)
-
-    The message names the parameter, the operation, the reason and the way out.
+        layers = kfac.find_layers(loss_fn, params, batch, strict=True)
     """
 
 
@@ -167,8 +162,7 @@ class Layer:
         diagonal blocks of neighbouring rows, `G` as `g`. The kernel becomes `a * g` pieces. Each piece has its own
         Kronecker block, made from one block in `A` and one in `G`.
       weight_sharing: `"expand"` or `"reduce"`: whether positions are summed after or before products are formed.
-      has_example_gradients: whether the layer can form per-example gradients. This needs a single use of the kernel and
-        rows whose examples are known.
+      has_example_gradients: whether the layer can form per-example gradients: a single use and known examples.
       note: a remark, such as the reason why the parameters have no Kronecker block, or why a factor is diagonal or cut.
       positions: how many positions per example share the weight, at the traced shapes. None if unknown.
       uses: number of operations or loop iterations that read the parameters. If they read different parts, this is the
@@ -217,9 +211,8 @@ class Layer:
     @property
     def captured(self) -> bool:
         """Whether a `Factors` holds statistics for this layer, captured in the loss."""
-        return (
-            bool(self.block) and self.block.captured and self.kind != "gradient-factors"
-        )
+        formed = self.kind == "gradient-factors"
+        return bool(self.block) and self.block.captured and not formed
 
     @property
     def has_bias(self) -> bool:
@@ -354,14 +347,10 @@ def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
 class Layers(Sequence[Layer]):
     """How each parameter leaf will be preconditioned: an immutable, hashable sequence of `Layer`.
 
-    ::
-
-        layers = kfac.find_layers(loss_fn, params, batch)
-        print(layers)
-        print(layers["hidden"].kind)
-
     `print(layers)` shows every parameter leaf in exactly one row of a table. A leaf without a Kronecker block has the
-    reason in its row. `layers[key]` accepts a position or a name.
+    reason in its row. `layers[key]` accepts a position or a name::
+
+        print(kfac.find_layers(loss_fn, params, batch)["hidden"].kind)
 
     Comparison and hash ignore the attributes from `structure` on, so layers found with different batches are equal.
 
@@ -373,8 +362,7 @@ class Layers(Sequence[Layer]):
       kfac_reduce: the `kfac_reduce=` patterns of `find_layers`.
       gradient_factors: the `gradient_factors=` patterns of `find_layers`.
       structure: the parameters' tree structure.
-      num_examples: the number of examples in the traced batch. None if unknown; `inverse_update_period="auto"` is then
-        1.
+      num_examples: the number of examples in the traced batch. None if unknown, and `"auto"` intervals are then 1.
       batch_argnums: the arguments of the loss that hold the examples.
       shared: paths of the leaves in these arguments that all examples share.
       unknown_batch_reason: the reason if the examples are unknown, otherwise empty.

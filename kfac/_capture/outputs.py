@@ -40,10 +40,6 @@ def mark_output(
             logits = kfac.mark_output(network(params, batch[0]), "categorical")
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
-        layers = kfac.find_layers(marked_loss, params, batch)
-        measure = kfac.statistics(marked_loss, layers, fisher="sampled")
-        factors = measure(params, batch, fisher_key=jax.random.key(0))
-
     The function is the identity. The loss must be a mean over the output's rows. `value_and_grad` counts them,
     `n = x.size / x.shape[-1]`, unless `num_examples` is given. With `fisher="sampled"` and `fisher="expected"` the
     targets come from the distribution. The call may be inside `jax.jit`, `jax.checkpoint`, `jax.vmap` and `lax.scan`. A
@@ -222,10 +218,8 @@ class Marks(NamedTuple):
         else:
             if joined:
                 why = f"{joined} reads rows of the batch joined with others"
-            how += (
-                ", or mark the output with kfac.mark_output; or pass the batch as an argument, named by "
-                "batch_argnums="
-            )
+            named = "or pass the batch as an argument, named by batch_argnums="
+            how += f", or mark the output with kfac.mark_output; {named}"
         return None, f"the number of examples is not clear: {why}.{how}"
 
     def _check_asked(
