@@ -160,5 +160,5 @@ def test_between_nodes_there_are_sums_only(x64):
 def test_owners_that_are_no_axes_are_refused():
     with pytest.raises(ValueError, match=r"owner_axes must be among the axes of devices, \('gpu',\), but is 'node'"):
         kfac.Distribution("gpu", owner_axes="node")
-    with pytest.raises(ValueError, match="owners must be the name of an axis"):
+    with pytest.raises(ValueError, match="owner_axes must be the name of an axis"):
         kfac.Distribution("gpu", owner_axes=2)
