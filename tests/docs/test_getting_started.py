@@ -25,7 +25,7 @@ def page(tmp_path_factory):
                 printed.append(" ".join(map(str, words)))
 
         patched.setattr("builtins.print", record)
-        names = _run("getting_started.md", 7)
+        names = _run("getting_started.md", 8)
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
     return names, printed
