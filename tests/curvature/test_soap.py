@@ -413,5 +413,5 @@ def test_the_state_of_another_inverse_is_refused(made, given):
     """The parts of the two states differ, too: the default may change with the layers."""
     state = kfac.kfac(0.1, LAYERS, preconditioner=made).init(problem.initial())
     grads, factors = measured(0)
-    with pytest.raises(ValueError, match=f"preconditioner={type(given).__name__}.*state is one for inverse"):
+    with pytest.raises(ValueError, match=f"preconditioner={type(given).__name__}.*state is one for preconditioner"):
         kfac.kfac(0.1, LAYERS, preconditioner=given).update(grads, kfac.observe(state, factors), problem.initial())
