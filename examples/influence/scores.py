@@ -49,6 +49,6 @@ def influence(
       examples: the gradient of each example's loss.
     """
     if operator is not None:
-        unravel, preconditioner = ravel_pytree(params)[1], operator.inv()
-        measured = jax.vmap(lambda row: ravel_pytree(preconditioner @ unravel(row))[0])(measured)
+        unravel, inverse = ravel_pytree(params)[1], operator.inv()
+        measured = jax.vmap(lambda row: ravel_pytree(inverse @ unravel(row))[0])(measured)
     return np.asarray(measured @ examples.T) / len(examples)

@@ -173,6 +173,11 @@ class Analysis(NamedTuple):
     unclear: str
 
 
+# Descriptions of the leaves on which an option has an effect, for messages.
+LEFT_BY_SKIP = "parameter left by skip="
+EXACT_KERNEL = "kernel of a product with exact rows"
+
+
 def layers_of(
     traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None
 ) -> Analysis:
@@ -190,15 +195,13 @@ def layers_of(
     skipped = matching("skip", options.skip, names) | empty
     reads = Reads(traced, skipped)
     left = set(range(len(names))) - skipped
-    patterns = options.gradient_factors
-    what = "parameter left by skip="
-    chosen = matching("gradient_factors", patterns, names, left, what)
+    chosen = matching(
+        "gradient_factors", options.gradient_factors, names, left, LEFT_BY_SKIP
+    )
     uses = _uses_by_leaf(reads)
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
-    patterns = options.kfac_reduce
-    what = "kernel of a product with exact rows"
-    reduced = matching("kfac_reduce", patterns, names, kernels, what)
+    reduced = matching("kfac_reduce", options.kfac_reduce, names, kernels, EXACT_KERNEL)
     kernel_uses = {}
     for leaf in kernels:
         kernel_uses[names[leaf]] = [use for use in uses[leaf] if not use.late]

@@ -43,9 +43,8 @@ class KroneckerKind(BlockKind):
                 remarks.append(f"{cut} blocks")
             return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
 
-        return cell("A", layer.d_in, layer.num_blocks[0]), cell(
-            "G", layer.d_out, layer.num_blocks[1]
-        )
+        blocks_a, blocks_g = layer.num_blocks
+        return cell("A", layer.d_in, blocks_a), cell("G", layer.d_out, blocks_g)
 
     def stack(self, layer, block):
         """Stack the blocks in the order in which `Layer.to_pieces` returns the pieces.

@@ -48,18 +48,18 @@ def means_to_owners(
     """Average stacks of blocks over devices, and give each owner the means of its blocks.
 
     Each bucket takes a reduce-scatter. If the segments' lengths differ, the bucket also takes an all-to-all. With
-    several buckets, the first message can overlap with the backward pass. Groups without a shard are all-reduced.
+    several buckets, the first message can overlap with the backward pass. Groups without an assignment are all-reduced.
 
     Args:
       stacks: `[blocks, ...]` for each group.
-      assignments: how each group is dealt to devices. A group without a shard goes to all devices.
+      assignments: how each group is dealt to devices. A group without an assignment goes to all devices.
       owners: the axes over which blocks are dealt.
       buckets: into how many buckets the groups are divided.
       replicas: further axes to average over. Owners along these axes add up their sums.
 
     Returns:
-      For each group this device's stack `[positions, ...]`, or `[blocks, ...]` without a shard. Sums are formed in
-      the dtype of `stacks`. The means have this dtype or float32, whichever is wider.
+      For each group this device's stack `[positions, ...]`, or `[blocks, ...]` without an assignment. Sums are formed
+      in the dtype of `stacks`. The means have this dtype or float32, whichever is wider.
     """
     flat = _flatten_blocks(stacks)
     sizes = {name: x.size for name, x in flat.items() if name in assignments}
@@ -211,7 +211,7 @@ def _pack_remainders(
       layout: their layout.
 
     Returns:
-      `[devices, segments.width]`. Row `d` goes to device `d`: its segment's direct part, then a piece from each
+      `[devices, layout.width]`. Row `d` goes to device `d`: its segment's direct part, then a piece from each
       segment's rest.
     """
     blocks: dict[int, list[Array]] = {device: [] for device in layout.lengths}
@@ -255,7 +255,7 @@ def _collect_segment(
     """Return this device's segment.
 
     Args:
-      owned: this device's row `[segments.width]`: its segment's direct part, and a piece from each segment's rest.
+      owned: this device's row `[layout.width]`: its segment's direct part, and a piece from each segment's rest.
       layout: the layout.
       owners: the axes for the all-to-all.
     """

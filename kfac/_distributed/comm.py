@@ -74,8 +74,8 @@ class CommContext:
     ) -> dict[str, PyTree]:
         """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
 
-        A device without a block at the last position gets a copy of block 0 as a placeholder. A group without a shard
-        keeps all blocks.
+        A device without a block at the last position gets a copy of block 0 as a placeholder. A group without an
+        assignment keeps all blocks.
         """
 
         def taken(stack, assignment):

@@ -26,7 +26,7 @@ from kfac._packing import Shape
 class BlockAssignment:
     """How the blocks of a group are dealt to devices.
 
-    A *slot* is a position on a device. Slots are numbered device by device: `device * positions + position`.
+    A *slot* is a position on a device. Slots are numbered device by device: `device * slots + position`.
 
     Attributes:
       blocks: the number `K` of blocks.
@@ -66,14 +66,14 @@ class BlockAssignment:
 
     @property
     def slot_to_block(self) -> np.ndarray:
-        """The block in each slot, `[devices * positions]`. An empty slot has block 0."""
+        """The block in each slot, `[devices * slots]`. An empty slot has block 0."""
         slot_to_block = np.zeros(self.devices * self.slots, np.int32)
         slot_to_block[self.block_to_slot] = np.arange(self.blocks)
         return slot_to_block
 
     @property
     def slot_mask(self) -> np.ndarray:
-        """Whether each slot holds a block, `[devices, positions]`."""
+        """Whether each slot holds a block, `[devices, slots]`."""
         slot_mask = np.zeros(self.devices * self.slots, bool)
         slot_mask[self.block_to_slot] = True
         return slot_mask.reshape(self.devices, -1)
@@ -125,7 +125,7 @@ def assign_blocks(
     costs: Iterable[Cost],
     devices: int,
 ) -> dict[str, BlockAssignment]:
-    """Deal every group's blocks to devices, and return the shards by group name."""
+    """Deal every group's blocks to devices, and return the assignments by group name."""
     assignments = {}
     load = np.zeros(devices, int)
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):

@@ -46,12 +46,12 @@ class Slot(NamedTuple):
 
 
 def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
-    """Return the slots of a part, by group, for all groups that store it in the segment."""
-    in_segment = []
+    """Return the slots of a part, by group, for all groups that store it in the flat state."""
+    stored = []
     for name, owned in state.owned.items():
         if owned.form is not None:
-            in_segment.append((name, owned.form, owned.assignment))
-    return _slots(part, tuple(in_segment))
+            stored.append((name, owned.form, owned.assignment))
+    return _slots(part, tuple(stored))
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def _slots(
     part: str,
     groups: tuple[tuple[str, Form, BlockAssignment], ...],
 ) -> dict[str, Slot]:
-    """Return the slots of a part, by group. Each group is given as its name, form and shard."""
+    """Return the slots of a part, by group. Each group is given as its name, form and assignment."""
     shapes = {}
     sizes = {}
     assignments = {}
@@ -82,7 +82,7 @@ def part_of(
 ) -> PyTree:
     """Return a part of a group's blocks as stacks `[k, ...]`.
 
-    If the group stores the part in the segment, the stacks have `k = 1`. They are zero if this device owns no block.
+    If the group stores the part in the flat state, the stacks have `k = 1`. They are zero if this device owns no block.
     """
     slot = slots_of(state, part).get(name)
     if slot is None:
@@ -129,7 +129,7 @@ def opened(state: KfacState, comm: CommContext) -> KfacState:
 
 
 def closed(state: KfacState, comm: CommContext) -> KfacState:
-    """Move the blocks of groups with fewer blocks than devices into the segment: the inverse of `opened`."""
+    """Move the blocks of groups with fewer blocks than devices into the flat state: the inverse of `opened`."""
     for part in FlatState._fields:
         slots = slots_of(state, part)
         blocks = state.blocks

@@ -237,14 +237,14 @@ class Assignment:
             elif kind == "reduce-scatter":
                 total["all-reduce"] += group.size * count_bytes(arrays)
         for names in make_buckets(in_all, number):
-            segments = make_message_layout(
+            layout = make_message_layout(
                 self.assignments, {name: sizes[name] for name in names}
             )
-            width = segments.width
+            width = layout.width
             for name in names:
                 width += self.assignments[name].full * sizes[name]
             total[kind] += self.devices * width * itemsize
-            total["all-to-all"] += self.devices * segments.exchanged * itemsize
+            total["all-to-all"] += self.devices * layout.exchanged * itemsize
         return +total  # unary plus drops zeros
 
     def _gradient(self, group: Group) -> Array | None:

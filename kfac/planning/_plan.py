@@ -293,7 +293,10 @@ def _too_large(plan: Plan) -> list[str]:
     split = dataclasses.replace(plan.assignment, gradients="split")
     rest = sum(_memory(split).values())
     most = max(plan.memory, key=lambda part: plan.memory[part])
-    way = f"most of it: {most}. find_layers(max_factor_dim=...) makes state and statistics smaller, more devices all"
+    way = (
+        f"most of it: {most}. find_layers(max_factor_dim=...) makes state and statistics smaller, "
+        "more devices all else"
+    )
     several = plan.assignment.devices > 1 and plan.assignment.gradients != "split"
     if several and rest <= plan.hardware.memory:
         way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"

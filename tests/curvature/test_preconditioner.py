@@ -101,9 +101,9 @@ def test_the_product_of_the_two_dampings_is_the_damping(x64):
     """On diagonal factors the damping can be read off: `pi sqrt(l) * sqrt(l) / pi = l`, in the ratio of the means."""
     a, g = np.diag([1.0, 2.0, 9.0]), np.diag([0.5, 0.25])
     factors = stack([(a, g)], jnp.float64)
-    preconditioner = refresh(factors, sevens(factors), jnp.float64(0.01)).preconditioner
-    on_a = 1 / np.diag(preconditioner.A[0]) - np.diag(a)
-    on_g = 1 / np.diag(preconditioner.G[0]) - np.diag(g)
+    inverse = refresh(factors, sevens(factors), jnp.float64(0.01)).preconditioner
+    on_a = 1 / np.diag(inverse.A[0]) - np.diag(a)
+    on_g = 1 / np.diag(inverse.G[0]) - np.diag(g)
     np.testing.assert_allclose(on_a, on_a[0], rtol=1e-10)
     np.testing.assert_allclose(on_g, on_g[0], rtol=1e-10)
     np.testing.assert_allclose(on_a[0] * on_g[0], 0.01, rtol=1e-10)
@@ -132,8 +132,8 @@ def test_accuracy_at_condition_a_million_in_float32():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_inverses_are_symmetric(precision):
     factors = stack(CASES["batch of equal shapes"] + [(low_rank(0, 5, 2), low_rank(1, 3, 1))], jnp.float32)
-    preconditioner = refresh(factors, sevens(factors, precision), jnp.float32(1e-4)).preconditioner
-    for x in (preconditioner.A, preconditioner.G):
+    inverse = refresh(factors, sevens(factors, precision), jnp.float32(1e-4)).preconditioner
+    for x in (inverse.A, inverse.G):
         assert x.dtype == jnp.dtype(precision)
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(x.mT, np.float32))
         assert np.all(np.linalg.eigvalsh(np.asarray(x, np.float32)) > 0)
@@ -230,10 +230,8 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     matrix = spd(0, 200, condition=condition).astype(np.float32)
     exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
 
-    def residual(preconditioner):
-        return np.linalg.norm(
-            np.eye(200) - matrix.astype(np.float64) @ np.asarray(preconditioner, np.float64)
-        ) / np.sqrt(200)
+    def residual(inverse):
+        return np.linalg.norm(np.eye(200) - matrix.astype(np.float64) @ np.asarray(inverse, np.float64)) / np.sqrt(200)
 
     found = residual(by_halves(matrix[None])[0])
     assert found < 5 * residual(jnp.linalg.inv(matrix))
@@ -410,7 +408,7 @@ def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
     for name, stack in factors.items():
         blocks = np.asarray(stack.F, np.float64)
         result = refreshed_unitwise(stack, previous[name], damping)
-        for block, preconditioner, valid, condition in zip(
+        for block, inverse, valid, condition in zip(
             blocks, result.preconditioner.F, result.valid, result.condition, strict=True
         ):
             used = next(
@@ -418,8 +416,8 @@ def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
             )
             assert valid == (used is not None)
             if used is None:
-                np.testing.assert_array_equal(preconditioner, 7)
+                np.testing.assert_array_equal(inverse, 7)
                 continue
             damped = block + used * np.eye(block.shape[-1])
-            np.testing.assert_allclose(preconditioner, np.linalg.inv(damped), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(inverse, np.linalg.inv(damped), rtol=1e-3, atol=1e-4)
             assert condition >= 0.99 * np.linalg.cond(damped).max()

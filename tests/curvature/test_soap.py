@@ -27,9 +27,9 @@ DECAY = 0.8
 
 def basis(state):
     """The eigenvectors of the two dense layers, which are one group."""
-    preconditioner = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
+    eigen = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
     return {
-        name: [np.asarray(side.vectors[k], np.float64) for side in (preconditioner.A, preconditioner.G)]
+        name: [np.asarray(side.vectors[k], np.float64) for side in (eigen.A, eigen.G)]
         for k, name in enumerate(("first", "out"))
     }
 
