@@ -158,11 +158,11 @@ def check_schedule(network, options, schedule, compute):
             assert np.all((np.asarray(block.weight) > 0) == known), name
             if not statistics:
                 assert_equal(block.factors, state_of(before).blocks[name].factors)
-            for preconditioner in jax.tree.leaves(block.preconditioner):
-                preconditioner = np.asarray(preconditioner, np.float64)
-                np.testing.assert_array_equal(preconditioner, preconditioner.swapaxes(-1, -2), name)
+            for inverse in jax.tree.leaves(block.preconditioner):
+                inverse = np.asarray(inverse, np.float64)
+                np.testing.assert_array_equal(inverse, inverse.swapaxes(-1, -2), name)
                 if options["preconditioner"].precision == "float32":
-                    assert np.all(np.linalg.eigvalsh(preconditioner) > 0), name
+                    assert np.all(np.linalg.eigvalsh(inverse) > 0), name
     counts = kfac.diagnostics(state)
     assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
     # Nothing was compiled again.
