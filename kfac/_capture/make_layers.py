@@ -194,10 +194,11 @@ def _reads(parts: Sequence[Sequence[Use]]) -> int:
     return max(sum(use.reads for use in part) for part in parts)
 
 
-# If the longer side of a dense kernel has at least `LONG` rows, it is cut into blocks as long as the shorter side, but
-# into at most `PIECES` blocks. A side with fewer rows costs little. A kernel that would need more than `PIECES` blocks
-# stays whole if its shorter side has fewer than `HEAD` rows.
-LONG, PIECES, HEAD = 256, 8, 32
+# A dense kernel whose longer side has this many rows is cut into blocks as long as the shorter side, but into at most
+# `PIECES` blocks. A side with fewer rows costs little. A kernel that each example reads at several positions has more
+# rows of statistics, and whole kernels then reach a lower loss (docs/evidence.md), so it is cut later. A kernel that
+# would need more than `PIECES` blocks stays whole if its shorter side has fewer than `HEAD` rows.
+LONG, LONG_SHARED, PIECES, HEAD = 256, 1024, 8, 32
 # The most rows that a piece may have along a diagonal factor. Every piece has its own copy of the other factor, so
 # smaller pieces would take more memory.
 ROWS = 4096
@@ -224,7 +225,8 @@ def bounded(layer: Layer, max_factor_dim: int | None) -> Layer:
         pieces = times
         if times > PIECES:
             pieces = PIECES if sizes[short] >= HEAD else 1
-        if sizes[long] >= LONG and counts[long] < pieces:
+        longest = LONG if layer.positions == 1 else LONG_SHARED
+        if sizes[long] >= longest and counts[long] < pieces:
             counts[long] = pieces
             reasons.append(
                 f"{long} has {times} times the rows of {short}; max_factor_dim={MAX_DIM} keeps it whole"

@@ -116,6 +116,19 @@ def test_very_oblong_kernels_have_eight_pieces_but_heads_stay_whole(shape, piece
     assert found[0].pieces == pieces and max(found[0].num_blocks) == pieces
 
 
+@pytest.mark.parametrize(("shape", "pieces"), [((1020, 255), 1), ((255, 1020), 1), ((256, 1024), 4), ((1024, 256), 4)])
+def test_kernels_that_examples_read_at_several_positions_are_cut_from_1024_rows_on(shape, pieces):
+    """At a single position, each of them has four pieces."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(x @ w))
+
+    alone = kfac.find_layers(loss, jnp.ones(shape), jnp.ones((4, shape[0])))
+    found = kfac.find_layers(loss, jnp.ones(shape), jnp.ones((4, 3, shape[0])))
+    assert alone[0].positions == 1 and alone[0].pieces == 4
+    assert found[0].positions == 3 and found[0].pieces == pieces
+
+
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)
