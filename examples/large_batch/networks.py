@@ -33,6 +33,8 @@ Some methods have stored results only:
 - "kfac-frobenius" and names that begin with it: version 0.3, whose steps had a Frobenius norm.
 - "kfac-no-overlap": the present default without the factor `Layer.overlap`.
 - "kfac-0.99-0.95": "kfac-decay-0.99" with momentum 0.95.
+- "kfac-square-pieces": the default that cut all dense kernels with 256 or more rows into pieces. Networks without such
+  kernels have "kfac" for it. With "-0.99" or "-0.99-0.95", its decay and momentum.
 - "kfac-in-one-pass": the default with statistics in the gradient's backward pass.
 """
 
