@@ -26,7 +26,7 @@ SHOWN = "".join(re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTA
 def page(tmp_path_factory):
     """The names of the page, the lines that it prints, and the folder with its checkpoints."""
     names, printed, folder = {}, io.StringIO(), tmp_path_factory.mktemp("resumed")
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         for block in BLOCKS:
             exec(block, names)

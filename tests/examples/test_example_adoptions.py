@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -50,3 +51,34 @@ def test_the_results_are_those_of_the_table(adoptions):
     found = {(r["adoption"], r["optimizer"], r["rate"], r["seed"]) for r in records}
     methods = adoptions.OURS, *adoptions.THEIRS
     assert found == {(name, *way, seed) for name in adoptions.ADOPTIONS for way in methods for seed in range(3)}
+
+
+@pytest.fixture
+def pretrained(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples" / "adoptions"))
+    import pretrained
+
+    yield pretrained
+    sys.modules.pop("pretrained")
+
+
+def test_a_network_in_the_shape_of_magika_is_fine_tuned(pretrained, monkeypatch):
+    """The published weights need two more packages, so these are random."""
+    monkeypatch.setattr(pretrained, "BATCH", 4)
+    keys = jax.random.split(jax.random.key(0), len(pretrained.WEIGHTS))
+    params = {
+        name: 0.1 * jax.random.normal(key, shape)
+        for key, (name, (_, shape)) in zip(keys, pretrained.WEIGHTS.items(), strict=True)
+    }
+    random = np.random.default_rng(0)
+    data = random.integers(0, 257, (6, pretrained.LENGTH)), np.arange(6) % 2
+    rows = [pretrained.run(method, 0.01, 0, params, (data, data), steps=2) for method in pretrained.RATES]
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    table = pretrained.report(rows)
+    assert "| kfac | 0.01 | 1 |" in table and "| adamw | 0.01 | 1 |" in table
+
+
+def test_missing_files_end_with_a_message(pretrained, monkeypatch, tmp_path):
+    monkeypatch.setattr(pretrained.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"0 files \.py with more than 3072 bytes found, 40 needed"):
+        pretrained.fragments()
