@@ -92,10 +92,10 @@ class KFACModel(keras.Model):
     def statistics_loss(self, params, batch, state):
         """Return the compiled loss of a batch in training mode, with Keras's training state."""
         x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        _, aux = self.compute_loss_and_updates([*params.values()], state[1], state[3], x, y, weights, True, state[2])
-        if weights is not None or any(hasattr(leaf, "_keras_mask") for leaf in jax.tree.leaves(aux[1])):
-            raise ValueError("KFACModel does not support sample_weight=, class_weight= and masks in the loss")
-        return aux[0]
+        if weights is not None:
+            raise ValueError("KFACModel does not support sample_weight= and class_weight=: leave them out")
+        _, aux = self.compute_loss_and_updates([*params.values()], state[1], state[3], x, y, None, True, state[2])
+        return aux[0]  # the loss before Keras scales it
 
     def observe(self, state, batch):
         """Return Keras's training state with the statistics of a batch."""
