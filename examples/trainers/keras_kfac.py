@@ -83,10 +83,11 @@ class KFACModel(keras.Model):
     """A `keras.Model` that takes statistics for `KFAC`. With another optimizer, it is a plain model."""
 
     def _symbolic_build(self, iterator=None, data_batch=None):
-        if data_batch is None and isinstance(self.optimizer, KFAC) and self.train_function is None:
-            data_batch = next(next(iter(iterator))[2])
-        # A function, because Keras wraps dictionaries and lists that are attributes.
-        self.example_batch = lambda: data_batch
+        # Look at a batch in the first call after compile, in which Keras does so as well.
+        if self.train_function is None and self.test_function is None:
+            data_batch = next(next(iter(iterator))[2]) if data_batch is None else data_batch
+            # A function, because Keras wraps dictionaries and lists that are attributes.
+            self.example_batch = lambda: data_batch
         super()._symbolic_build(iterator, data_batch)
 
     def statistics_loss(self, params, batch, state):

@@ -1,6 +1,7 @@
 """`examples/trainers/keras_kfac.py`: Keras trains like a plain loop, resumes from files, and sees several devices."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -86,8 +87,8 @@ def convolutions(optimizer):
 
 def fit(model, data, epochs=3, **options):
     record = Losses()
-    callbacks = [record, *options.pop("callbacks", [])]
-    model.fit(*data, batch_size=64, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **options)
+    options = {"batch_size": 64, "shuffle": False, "verbose": 0, **options}
+    model.fit(*data, epochs=epochs, callbacks=[record], **options)
     return record.losses
 
 
@@ -184,11 +185,28 @@ def test_a_callback_validation_and_the_rest_of_keras_work(data):
     model = convolutions(adapter.KFAC(0.1, weight_decay=0.01, use_ema=True))
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: [0.1, 0.05, 0.02][epoch])
     model.evaluate(*data, verbose=0)
-    model.fit(*data, batch_size=64, epochs=3, validation_data=data, callbacks=[schedule], verbose=0)
+    # The last batch has 32 examples.
+    model.fit(*data, batch_size=60, epochs=3, validation_data=data, callbacks=[schedule], verbose=0)
     assert model.history.history["val_accuracy"][-1] > 0.8
     np.testing.assert_allclose(model.optimizer.learning_rate, 0.02)
     last = model.train_on_batch(data[0][:64], data[1][:64])
     assert np.isfinite(last[0])
+
+
+def test_a_subclass_with_dictionaries_is_built_by_fit(data):
+    class Network(adapter.KFACModel):
+        def __init__(self):
+            super().__init__()
+            self.output_layer = keras.layers.Dense(10, "softmax", kernel_regularizer="l2")
+
+        def call(self, inputs):
+            return {"digit": self.output_layer(inputs["pixels"])}
+
+    keras.utils.set_random_seed(0)
+    model = Network()
+    model.compile(adapter.KFAC(0.1), {"digit": CROSS_ENTROPY})
+    found = fit(model, ({"pixels": data[0]}, {"digit": data[1]}))
+    assert found[-1] < found[0] / 2
 
 
 def test_accumulated_gradients_are_one_larger_batch(data):
@@ -209,7 +227,7 @@ def test_other_optimizers_are_as_without_the_class(data):
         inputs = keras.Input((64,))
         model = cls(inputs, keras.layers.Dense(10, "softmax")(inputs))
         model.compile(keras.optimizers.AdamW(1e-2), CROSS_ENTROPY)
-        found.append(fit(model, data, epochs=1))
+        found.append(fit(model, data, epochs=1, shuffle=True))
     assert found[0] == found[1]
 
 
@@ -260,3 +278,41 @@ def test_more_is_refused(data):
     model.optimizer.load_own_variables(store)
     with pytest.raises(ValueError, match="another optimizer, model"):
         fit(model, data)
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load("keras_fit")
+
+
+def test_runs_are_kept_and_reported(script, tmp_path, capsys):
+    results = tmp_path / "results.jsonl"
+    kept = ["--results", str(results)]
+    script.main(["run", "--task", "digits", *kept])
+    for rate in ("0.001", "0.01"):
+        script.main(["run", "--task", "digits", "--method", "adamw", "--rate", rate, *kept])
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    ours, *theirs = [record["loss"] for record in records]
+    assert ours < min(theirs)
+    capsys.readouterr()
+    script.main(["report", *kept])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[1:5] for row in rows] == [["adamw", "0.01", "2", "1"], ["kfac", "0.1", "1", "1"]]
+
+
+def test_the_transformer_has_exact_layers(script):
+    model = script.miniature_gpt(96, 16, width=8)
+    model.compile(adapter.KFAC(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tokens = np.random.default_rng(0).integers(0, 96, (64, 17))
+    model.fit(tokens[:, :-1], tokens[:, 1:], verbose=0)
+    assert {layer.kind for layer in model.optimizer.layers} == {"dense", "embedding", "unitwise", "diagonal"}
+
+
+def test_the_images_must_be_there(script, tmp_path):
+    with pytest.raises(SystemExit, match="dataset-fashion-mnist"):
+        script.main(["run", "--task", "images", "--data-dir", str(tmp_path)])
+
+
+def test_the_table_is_that_of_the_readme(script, capsys):
+    script.main(["report"])
+    assert capsys.readouterr().out in (FOLDER / "README.md").read_text()
