@@ -1,4 +1,4 @@
-"""Train two of Keras's own examples with K-FAC, AdamW and Muon through `fit`, and compare them.
+"""Train two of Keras's own examples with K-FAC and with Keras's optimizers through `fit`, and compare them.
 
     python examples/trainers/keras_fit.py run --task images --data-dir /usr/share/datasets/fashion-mnist
     python examples/trainers/keras_fit.py run --task text --method adamw --rate 0.003 --seed 1
@@ -36,7 +36,6 @@ import topics  # noqa: E402
 from keras_kfac import KFAC, KFACModel  # noqa: E402
 
 RESULTS = FOLDER / "keras.jsonl"
-KFAC_RATE, OTHER_RATES = 0.1, (1e-3, 3e-3, 1e-2)
 METHODS: dict[str, Callable[..., Any]] = {
     "kfac": KFAC,
     "adamw": keras.optimizers.AdamW,
@@ -47,7 +46,7 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @keras.saving.register_keras_serializable("kfac")
 class WarmupLinearDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """Make a Keras schedule of an optax schedule. `fit` can save it, because it has a configuration."""
+    """Make a Keras schedule from an optax schedule. A model with it can be saved, because it has a configuration."""
 
     def __init__(self, peak: float, num_steps: int):
         self.peak, self.num_steps = peak, num_steps
@@ -199,20 +198,20 @@ def report(results: Path) -> None:
     for line in results.read_text().splitlines():
         record = json.loads(line)
         found[record["task"], record["method"]][record["rate"]].append(record)
-    print("| task | method | rate | rates tried | seeds | validation loss | accuracy | seconds | compile |")
+    print("| task | method | rate | rates tried | seeds | validation loss | accuracy | s | s to compile |")
     print("|---|---|---|---|---|---|---|---|---|")
     for (task, method), rates in sorted(found.items()):
         means = {rate: np.mean([r["loss"] for r in records]) for rate, records in rates.items()}
         best = min(rates, key=means.__getitem__)
-        columns = {name: np.array([r[name] for r in rates[best]]) for name in rates[best][0] if name not in TEXT}
-        loss, accuracy, seconds, compiling = (columns[k] for k in ("loss", "accuracy", "seconds", "compile"))
+        chosen = rates[best]
+        loss, accuracy, seconds, compiling = (np.array([r[name] for r in chosen]) for name in COLUMNS)
         print(
             f"| {task} | {method} | {best:g} | {len(rates)} | {len(loss)} | {loss.mean():.4f} ± {loss.std():.4f} "
             f"| {accuracy.mean():.1%} | {seconds.mean():.0f} | {compiling.mean():.0f} |"
         )
 
 
-TEXT = ("task", "method")
+COLUMNS = ("loss", "accuracy", "seconds", "compile")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs = commands.add_parser("run", help="train once")
     runs.add_argument("--task", choices=TASKS, default="images")
     runs.add_argument("--method", choices=METHODS, default="kfac")
-    runs.add_argument("--rate", type=float, default=KFAC_RATE)
+    runs.add_argument("--rate", type=float, default=0.1)
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--data-dir", type=Path, help="folder with the files of Fashion-MNIST, for --task images")
     reports = commands.add_parser("report", help="print the table")

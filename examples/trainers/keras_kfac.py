@@ -29,8 +29,7 @@ class KFAC(keras.optimizers.Optimizer):
       keras_options: options of `keras.optimizers.Optimizer`, except clipping.
     """
 
-    layers: kfac.Layers | None = None  # None before the first training step
-    structure: jax.tree_util.PyTreeDef | None = None  # of the optimizer state
+    layers = structure = None  # the layers and the state's tree structure, from the first training step on
 
     def __init__(self, learning_rate=0.1, options=None, find=None, **keras_options):
         super().__init__(learning_rate, **keras_options)
@@ -79,8 +78,12 @@ class KFAC(keras.optimizers.Optimizer):
         return {**super().get_config(), "options": dict(self.options), "find": dict(self.find)}
 
 
-class KFACModel(keras.Model):
-    """A `keras.Model` that takes statistics for `KFAC`. With another optimizer, it is a plain model."""
+class KFACMixin:
+    """Take statistics for `KFAC` in `fit`: `class Mine(KFACMixin, keras.Sequential)`. Other optimizers work as before.
+
+    Keras changes the bases of a class that it calls with inputs and outputs. A class of its own for such models leaves
+    the others as they are.
+    """
 
     def _symbolic_build(self, iterator=None, data_batch=None):
         # Look at a batch in the first call after compile, in which Keras does so as well.
@@ -125,6 +128,10 @@ class KFACModel(keras.Model):
             return step(state, iter([batch]))
 
         self.train_function = train_function
+
+
+class KFACModel(KFACMixin, keras.Model):
+    """A functional model: `KFACModel(inputs, outputs)`."""
 
 
 def by_path(values, variables):
