@@ -3,6 +3,7 @@
 python examples/trainers/maxtext_kfac.py             # run the missing rows of results/maxtext.jsonl, then print the table
 python examples/trainers/maxtext_kfac.py report      # print the table
 python examples/trainers/maxtext_kfac.py resume      # stop after 20 of 30 steps, resume from MaxText's checkpoint, compare
+python examples/trainers/maxtext_kfac.py padding     # after `resume`: how much padding changes the statistics
 
 The script copies the installed `maxtext` package to --folder and applies maxtext-0.2.5.patch to the copy. Training runs
 in processes of their own, on four simulated devices with FSDP, a scan over layers and remat. The text is the Python
@@ -11,6 +12,7 @@ standard library. Each top-level class or function is a document, and MaxText pa
 
 import argparse
 import ast
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -30,7 +32,7 @@ PATCH = HERE / f"maxtext-{VERSION}.patch"
 RESULTS = HERE / "results" / "maxtext.jsonl"
 
 STEPS = 60
-RATES = {"kfac": (0.025, 0.05, 0.1), "adamw": (0.001, 0.003, 0.01, 0.03), "muon": (0.003, 0.01, 0.03)}
+RATES = {"kfac": (0.025, 0.05, 0.1), "adamw": (0.003, 0.01, 0.03), "muon": (0.01, 0.03)}
 VOCABULARY = 1024
 
 # The decoder has 1.3 million parameters. A batch has 32 rows of 128 tokens.
@@ -45,6 +47,10 @@ CONFIG = {
 }  # fmt: skip
 # The length of K-FAC's steps does not depend on the gradient's norm, so a clip has nothing to protect.
 OWN = {"kfac": {"gradient_clipping_threshold": 0.0}}
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONDONTWRITEBYTECODE": "1",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+}  # fmt: skip
 
 
 def patched(folder: Path) -> Path:
@@ -102,23 +108,25 @@ def data(folder: Path) -> tuple[Path, Path]:
     return text, tokenizer
 
 
-def train(folder: Path, optimizer: str, rate: float, name: str, steps: int, **options: Any) -> list[float]:
-    """Train in a process of its own, and return the loss of each step."""
-    package = patched(folder)
+def words(folder: Path, optimizer: str, rate: float, name: str, steps: int, **options: Any) -> list[str]:
+    """Return MaxText's command line without the program: the file with the defaults, and our settings."""
     text, tokenizer = data(folder)
-    metrics = folder / f"{name}.metrics"
-    metrics.unlink(missing_ok=True)
     config: dict[str, Any] = {
         **CONFIG, "run_name": name, "base_output_directory": folder / "out", "grain_train_files": text,
-        "tokenizer_path": tokenizer, "metrics_file": metrics, "opt_type": optimizer, "learning_rate": rate,
-        "steps": steps, "enable_checkpointing": False, **OWN.get(optimizer, {}), **options,
+        "tokenizer_path": tokenizer, "metrics_file": folder / f"{name}.metrics", "opt_type": optimizer,
+        "learning_rate": rate, "steps": steps, "enable_checkpointing": False, **OWN.get(optimizer, {}), **options,
     }  # fmt: skip
-    environment = {
-        **os.environ, "PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", str(package / "maxtext/configs/base.yml")]
-    command += [f"{key}={value}" for key, value in config.items()]
+    defaults = patched(folder) / "maxtext" / "configs" / "base.yml"
+    return [str(defaults), *(f"{key}={value}" for key, value in config.items())]
+
+
+def train(folder: Path, optimizer: str, rate: float, name: str, steps: int, **options: Any) -> list[float]:
+    """Train in a process of its own, and return the loss of each step."""
+    metrics = folder / f"{name}.metrics"
+    metrics.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "maxtext.trainers.pre_train.train"]
+    command += words(folder, optimizer, rate, name, steps, **options)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(patched(folder))}
     with (folder / f"{name}.log").open("w") as log:
         subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -150,11 +158,11 @@ def read(results: Path) -> list[dict[str, Any]]:
 def report(results: Path) -> None:
     """Print the loss at some steps, as the mean over five steps that end there."""
     marks = [step for step in (10, 20, 30, 40, 50, 60) if step <= STEPS]
-    print(f"{'optimizer':9} {'rate':>6}" + "".join(f"{f'step {mark}':>9}" for mark in marks) + f"{'seconds':>9}")
+    print(f"{'optimizer':9} {'rate':>6}" + "".join(f"{f'step {mark}':>9}" for mark in marks))
     for record in read(results):
         means = [sum(record["losses"][mark - 5 : mark]) / 5 for mark in marks]
         cells = "".join(f"{mean:9.3f}" for mean in means)
-        print(f"{record['optimizer']:9} {record['rate']:6g}{cells}{record['seconds']:9}")
+        print(f"{record['optimizer']:9} {record['rate']:6g}{cells}")
 
 
 def resume(folder: Path, optimizer: str, rate: float) -> None:
@@ -171,9 +179,57 @@ def resume(folder: Path, optimizer: str, rate: float) -> None:
     print(f"largest difference of a loss: {max(differences):.2g}")
 
 
+def padding(folder: Path) -> None:
+    """Print how much the padded positions change the factors `A`, and the direction of K-FAC's first step.
+
+    All padded positions hold the same token, so a batch without documents has their part of `A`. The parameters come
+    from the last checkpoint of `resume`.
+    """
+    os.environ.update(ENVIRONMENT)
+    sys.path.insert(0, str(patched(folder)))
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from maxtext.configs import pyconfig
+    from maxtext.optimizers import kfac_optimizer
+    from maxtext.utils import train_utils
+
+    import kfac
+
+    checkpoint = folder / "out" / "whole" / "checkpoints" / "29" / "items"
+    for packing in (True, False):
+        options = {"packing": packing, "load_full_state_path": checkpoint, "learning_rate_schedule_steps": 30}
+        config = pyconfig.initialize(["", *words(folder, "kfac", 0.05, "padding", 31, **options)])
+        _, _, _, model, mesh, _, _, loader, _, _, state = train_utils.setup_train_loop(config, None)
+        batch = loader.load_next_batch()
+        loss_fn, _, layers = kfac_optimizer.find(config, model, mesh)
+        _, params, rest = nnx.split(state.model, nnx.Param, ...)  # type: ignore[misc]
+        share = float(jnp.mean(batch["inputs_segmentation"] == 0))
+        with jax.set_mesh(mesh):
+            measure = jax.jit(lambda batch: kfac.statistics(loss_fn, layers)(params, rest, batch).whole())  # noqa: B023
+            found, empty = measure(batch), measure(jax.tree.map(jnp.zeros_like, batch))
+            grads = jax.jit(jax.grad(loss_fn))(params, rest, batch)
+        cleaned, errors = {}, {}
+        for name, block in found.items():
+            A = (block.A - share * empty[name].A) / (1 - share)
+            cleaned[name] = dataclasses.replace(block, A=A)
+            errors[name] = float(jnp.linalg.norm(block.A - A) / jnp.linalg.norm(A))
+        steps = []
+        for factors in (found, kfac.Factors(cleaned)):
+            tx = kfac.kfac(0.05, layers)
+            one_device = jax.device_get((nnx.as_pure(grads), nnx.as_pure(params), factors))
+            own_grads, own_params, own_factors = jax.tree.map(jnp.asarray, one_device)
+            updates, _ = tx.update(own_grads, kfac.observe(tx.init(own_params), own_factors), own_params)
+            steps.append(jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(updates)]))
+        cosine = steps[0] @ steps[1] / jnp.linalg.norm(steps[0]) / jnp.linalg.norm(steps[1])
+        print(f"packing={packing}: {share:.1%} of the positions are padding; the steps' cosine is {cosine:.4f}")
+        for name, error in errors.items():
+            print(f"  {name:48} relative error of A {error:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["all", "report", "resume"])
+    parser.add_argument("what", nargs="?", default="all", choices=["all", "report", "resume", "padding"])
     parser.add_argument("--folder", type=Path, default=Path("runs/maxtext"), help="for the copy, the text and logs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line for each run")
     parser.add_argument("--optimizer", default="kfac", choices=list(RATES), help="for `resume`")
@@ -184,6 +240,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     if options.what == "resume":
         resume(folder, options.optimizer, options.rate)
+        return
+    if options.what == "padding":
+        padding(folder)
         return
     if options.what == "all":
         rows(folder, options.results)
