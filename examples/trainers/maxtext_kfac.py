@@ -31,7 +31,7 @@ PATCH = HERE / f"maxtext-{VERSION}.patch"
 RESULTS = HERE / "results" / "maxtext.jsonl"
 
 STEPS = 60
-RATES = {"kfac": (0.025, 0.05, 0.1), "adamw": (0.003, 0.01, 0.03), "muon": (0.01, 0.03)}
+RATES = {"kfac": (0.025, 0.05, 0.1), "adamw": (0.003, 0.01, 0.03), "muon": (0.01, 0.03, 0.1)}
 VOCABULARY = 1024
 
 # The decoder has 0.4 million parameters. A batch has 16 rows of 128 tokens.
