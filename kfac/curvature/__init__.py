@@ -1,4 +1,4 @@
-"""Curvature matrices: linear operators on parameter trees, data-set factors, and exact Fisher matrices.
+"""Curvature matrices: linear operators on parameter trees and data-set factors.
 
 - `operator`: turn an optimizer state or a `Factors` into a block-diagonal `BlockOperator`, with inverse, roots,
   determinant and samples.
@@ -7,13 +7,11 @@
 - `factors_from_state`: read an optimizer's running averages.
 - `eigenbasis`: return the factors' eigenvectors, the basis of EKFAC's moments.
 - `Likelihood`: define your own target distribution for `kfac.mark_output`.
-- `exact`: compute the exact blocks of small models, to measure approximation errors.
 """
 
 from kfac._capture.likelihoods import Likelihood
 from kfac._checks import former_names as _former_names
 from kfac._optimizer.diagnostics import eigenbasis
-from kfac.curvature import exact as exact
 from kfac.curvature._estimate import estimate_factors
 from kfac.curvature._gauss_newton import gauss_newton
 from kfac.curvature._matrix import MatrixFreeOperator
@@ -37,5 +35,6 @@ __getattr__ = _former_names(
         "Operator": "BlockOperator",
         "averaged_factors": "factors_from_state",
         "estimate": "estimate_factors",
+        "exact": "gauss_newton(loss_fn, params, *data).to_dense()",
     },
 )

@@ -80,7 +80,7 @@ class Block:
         return Block(squares, self.values).turn_back(self.values)
 
     def to_dense(self) -> Array:
-        """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
+        """Return dense matrices `[k, p, p]`, `p = d_in d_out`; entry `(i_out, i_in)` has index `i_in d_out + i_out`."""
         k, d_out, d_in = self.values.shape
         p = d_out * d_in
         units = jnp.eye(p, dtype=self.values.dtype).reshape(p, 1, d_in, d_out).mT

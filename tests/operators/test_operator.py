@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kfac
 from checking import normal
+from exact import dense
 from problem import observing
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -196,7 +197,7 @@ def test_the_undamped_matrix_is_that_of_exact_dense():
     op = kfac.curvature.operator(layers(), measured()[1])
     for layer in layers().with_factors:
         if layer.kind == "dense" and not layer.stacked:
-            close(op.block(layer.name).to_dense()[0], kfac.curvature.exact.dense(measured()[1][layer.name]))
+            close(op.block(layer.name).to_dense()[0], dense(measured()[1][layer.name]))
 
 
 def test_samples_have_the_covariance():
