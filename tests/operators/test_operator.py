@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 
 import jax
@@ -342,8 +343,20 @@ def test_the_table_says_the_dtype_of_the_statistics():
 
 
 def test_only_numbers_multiply():
-    with pytest.raises(TypeError, match=r"multiplied by numbers, not by BlockOperator$"):
-        made("eigh") * made("eigh")
+    op = made("eigh")
+    for combine in (operator.mul, operator.add, operator.sub):
+        with pytest.raises(TypeError, match=r"added to numbers, not to BlockOperator: add products instead"):
+            combine(op, op)
+
+
+def test_numbers_are_subtracted():
+    op = made("eigh")
+    identity = np.eye(ravel_pytree(parameters())[0].size)
+    skipped = np.asarray(op.map(jnp.ones_like).to_dense())  # the identity, except at skipped parameters
+    close(np.sum(identity - skipped), 2)
+    dense = np.asarray(op.to_dense())
+    for found, expected in ((op - 0.5, dense - 0.5 * skipped), (1 - op, skipped - dense), (-op, -dense)):
+        close(found.to_dense(), expected)
 
 
 @pytest.mark.parametrize("tree", [lambda w: w, lambda w: {"w": w}], ids=["bare", "in a dictionary"])
@@ -360,4 +373,3 @@ def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
     expected = ravel_pytree(op.matvec(tree(flat)))[0]
     assert isinstance(op @ tree(flat), type(params))
     np.testing.assert_array_equal(op @ flat, expected)
-    np.testing.assert_allclose((op + op) @ flat, 2 * expected)
