@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._capture.convolutions_in_loops import fast_in_loops
 from kfac._capture.outputs import with_own_key
 from kfac._capture.trace import ArgKey, is_key, leading_length, named_arguments
 from kfac._checks import check, check_given
@@ -86,13 +85,12 @@ def _mean(
                 f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
                 "make it a float, or leave it out"
             )
-    evaluate = fast_in_loops(fn)
 
     def widen(x):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def add(total, part):
-        result = evaluate(part)
+        result = fn(part)
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, result), None
 
     total, _ = lax.scan(add, jax.tree.map(widen, zeros), parts)

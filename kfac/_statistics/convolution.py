@@ -66,18 +66,6 @@ class Convolution:
         return Patches(image, self, arrange, images, homogeneous)
 
 
-def padded(
-    x: Array,
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-) -> Array:
-    """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
-    config = [(0, 0, 0)]
-    for (low, high), step in zip(padding, dilation, strict=True):
-        config.append((low, high, step - 1))
-    return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
-
-
 def patches(
     x: Array,
     conv: Convolution,
@@ -88,7 +76,10 @@ def patches(
       x: the images, transposed to `[n, *spatial, channels]`.
       conv: the geometry.
     """
-    out = padded(x, conv.padding, conv.lhs_dilation)
+    config = [(0, 0, 0)]
+    for (low, high), step in zip(conv.padding, conv.lhs_dilation, strict=True):
+        config.append((low, high, step - 1))
+    out = lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
     rank = len(conv.window)
     # One gather splits each axis into positions and window. A slice for every tap would need a kernel for every tap.
     for k in reversed(range(rank)):
