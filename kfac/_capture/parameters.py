@@ -19,7 +19,6 @@ Variable = Var | Literal
 
 # The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
-CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 REDUCTIONS = frozenset(
     {
         "reduce_sum",
@@ -42,7 +41,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "closed_call": ("call_jaxpr",),
     "eval_jaxpr": ("call_jaxpr",),
     "remat2": ("jaxpr", "prevent_cse", "policy"),
-    **dict.fromkeys(CUSTOM_DERIVATIVES, ("call_jaxpr",)),
     "scan": ("jaxpr", "length", "reverse", "unroll"),
     # products
     "dot_general": ("dimension_numbers",),
@@ -77,8 +75,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DEVICE_SUMS, ("axes",)),
     "name": ("name",),
     "sort": ("dimension",),
-    "ffi_call": ("target_name",),
-    "pallas_call": ("name",),
 }
 
 

@@ -187,7 +187,7 @@ def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[A
         return [-multiplier if op.name == "sub" and operand == 1 else multiplier]
     values = [_rows(x.value) for x in inputs]
     values[operand] = multiplier
-    return equations.evaluate_multiplier(op.within, op.eqn, values)
+    return op.compute(values)
 
 
 def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[Any]:

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -115,12 +114,6 @@ def inner_programs():
 
     checkpointed = jax.checkpoint(added, prevent_cse=False, policy=policy)
 
-    with_jvp = jax.custom_jvp(added)
-    with_jvp.defjvp(lambda primals, tangents: (added(*primals), added(*tangents)))
-
-    with_vjp = jax.custom_vjp(added)
-    with_vjp.defvjp(lambda a, b: (added(a, b), None), lambda _, g: (g, 2 * g))
-
     @jax.checkpoint
     def scanned(a):
         return lax.scan(lambda carry, _: (jnp.sin(carry), None), a, length=3)[0].sum()
@@ -144,8 +137,6 @@ def inner_programs():
     return {
         "jit": Case(jitted, (row, other), {"jaxpr": inside, **shardings}),
         "remat2": Case(checkpointed, (row, other), {"jaxpr": inside, "prevent_cse": False, "policy": policy}),
-        "custom_jvp_call": Case(with_jvp, (row, other), {"call_jaxpr": inside}),
-        "custom_vjp_call": Case(with_vjp, (row, other), {"call_jaxpr": inside}),
         # JAX 0.10 puts the forward pass of a scan under `jax.checkpoint` into a call.
         "closed_call": Case(jax.grad(scanned), (row,), {"call_jaxpr": Computes(forward, (row,))}),
         "eval_jaxpr": Case(called, (row, other), {"call_jaxpr": inside}),
@@ -249,15 +240,9 @@ def reductions():
 
 
 def other_programs():
-    def kernel(x, out):
-        out[...] = x[...]
-
-    named = pl.pallas_call(kernel, out_shape=X, name="a_kernel")
     return {
         "name": Case(lambda x: checkpoint_name(x, "a label"), (X,), {"name": "a label"}),
         "sort": Case(lambda x: lax.sort(x, dimension=0), (X,), {"dimension": 0}),
-        "ffi_call": Case(lambda x: jax.ffi.ffi_call("a_target", x)(x), (X,), {"target_name": "a_target"}),
-        "pallas_call": Case(named, (X,), {"name": "a_kernel"}),
     }
 
 
