@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from kfac._mesh import PyTree, on_mesh, with_auto_axes
 from kfac._packing import Shape, as_vectors, from_vectors, pieces_along
@@ -93,10 +94,7 @@ class Kronecker(Statistics):
     moments: Any = None
 
     def packed(self, shapes, average=None, dtype=None):
-        packed = Packed.of(self, shapes)
-        if dtype is None:
-            return packed
-        return jax.tree.map(lambda x: x.astype(dtype), packed)
+        return optax.tree.cast(Packed.of(self, shapes), dtype)
 
     def unscaled(self, by):
         g, moments = jax.tree.map(by, (self.G, self.moments))
@@ -292,7 +290,7 @@ class Tied(Uncombined):
 
 
 def safe_ratio(
-    above: jax.typing.ArrayLike,
+    above: ArrayLike,
     below: Array,
 ) -> Array:
     """Return `above / below`, and 0 where `below` is not positive."""
@@ -399,7 +397,7 @@ class Factors(Mapping[str, Statistics]):
                 blocks[name] = block.combined()
         return Factors(blocks, self.gradients)
 
-    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
+    def unscale(self, loss_scale: ArrayLike) -> Factors:
         """Return the statistics of the loss itself, if these factors come from `loss_scale` times the loss.
 
         Gradients are divided by the scale. Their second moments (`G`, `F`, `moments`) are divided by its square. `A`

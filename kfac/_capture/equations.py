@@ -39,7 +39,7 @@ IDENTITIES = frozenset(
 FORMS = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"}
 )
-_WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
+WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # The programs inside these primitives only combine two elements, so they cannot hide a parameter.
 _COMBINING = ("scatter", "reduce")
 
@@ -120,10 +120,6 @@ def devices_summed(eqn: JaxprEqn) -> tuple[str, ...]:
     if eqn.primitive.name in DEVICE_SUMS:
         return tuple(parameter(eqn, "axes"))
     return ()
-
-
-def stops_gradient(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _WITHOUT_GRADIENT
 
 
 def sums(eqn: JaxprEqn) -> bool:

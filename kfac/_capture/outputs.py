@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from kfac._capture import equations
 from kfac._capture.likelihoods import Likelihood, name_of, named
@@ -19,7 +20,7 @@ from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
 from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
+from kfac._capture.trace import Batch, Trace, trace
 from kfac._checks import check
 from kfac._mesh import PyTree, as_varying, varying_axes, with_auto_axes
 from kfac._statistics.rows import accumulator
@@ -30,7 +31,7 @@ def mark_output(
     likelihood: str | Likelihood,
     *,
     weight: float = 1.0,
-    variance: jax.typing.ArrayLike | None = None,
+    variance: ArrayLike | None = None,
 ) -> Array:
     """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
@@ -366,7 +367,11 @@ class Draw:
         key: Array,
         g: Array,
     ) -> Array:
-        return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
+        likelihood = self.mark.likelihood
+        wide = x.astype(accumulator(x.dtype))
+        target = likelihood.sample(key, wide)
+        score = jax.grad(lambda z: jnp.sum(likelihood.log_prob(z, target)))(wide)
+        return -g * self._scale * score
 
     def _expected(
         self,
@@ -478,22 +483,3 @@ def marked(
         return outs[0], [outputs[key] for key in entries]
 
     return Marked(evaluate, marks.marks, n, what)
-
-
-# -- PRNG keys ---------------------------------------------------------------------------------------------------------
-
-
-def with_own_key(kwargs: dict[str, PyTree], part: Array) -> dict[str, PyTree]:
-    """Return `kwargs` with the number of a part folded into their PRNG keys.
-
-    All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
-    """
-
-    def folded(path, leaf):
-        untyped = path[0].key in ("key", "fisher_key")
-        typed = isinstance(leaf, Array) and is_typed_key(leaf)
-        if is_key(leaf) and (typed or untyped):
-            return jax.random.fold_in(leaf, part)
-        return leaf
-
-    return jax.tree.map_with_path(folded, kwargs)

@@ -38,6 +38,12 @@ DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 class UnknownEquationError(NotImplementedError):
     """The installed JAX gives an equation a form that this version of the package does not know."""
 
+    def __init__(self, eqn: JaxprEqn, found: str):
+        super().__init__(
+            f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not "
+            "know that form; install a JAX version that docs/comparison.md lists, or report it"
+        )
+
 
 def array_type(variable: Variable) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a variable."""
@@ -62,7 +68,7 @@ def parameter(eqn: JaxprEqn, name: str) -> Any:
     """
     if name not in eqn.params:
         others = ", ".join(sorted(eqn.params)) or "none at all"
-        raise _unknown(eqn, f"no parameter {name!r}, but {others}")
+        raise UnknownEquationError(eqn, f"no parameter {name!r}, but {others}")
     return eqn.params[name]
 
 
@@ -111,7 +117,7 @@ def scan(eqn: JaxprEqn) -> Scan | None:
     carried = len(leaving) - stacked
     consts = len(entering) - sliced - carried
     if consts < 0 or entering[consts : consts + carried] != leaving[:carried]:
-        raise _unknown(
+        raise UnknownEquationError(
             eqn, "operands that are not constants, carry and slices in this order"
         )
     return Scan(consts, carried, length)
@@ -135,11 +141,4 @@ def inner_program(eqn: JaxprEqn, name: str) -> ClosedJaxpr:
     if isinstance(program, Jaxpr):
         return ClosedJaxpr(program, ())
     found = type(program).__name__
-    raise _unknown(eqn, f"a {found} in {name!r} where a jaxpr was expected")
-
-
-def _unknown(eqn: JaxprEqn, found: str) -> UnknownEquationError:
-    return UnknownEquationError(
-        f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not know "
-        "that form; install a JAX version that docs/comparison.md lists, or report it"
-    )
+    raise UnknownEquationError(eqn, f"a {found} in {name!r} where a jaxpr was expected")

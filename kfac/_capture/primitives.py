@@ -61,7 +61,6 @@ class Read:
 
     Attributes:
       op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
-      name: the primitive's name.
       operand: the parameter's position among the inputs.
       x_axes: axes for the data (dense), its patches (conv), the row counts (embedding) or the result (elementwise).
         Axes that the kernel shares, contracted or batched, consist of leaf atoms.
@@ -78,7 +77,6 @@ class Read:
     """
 
     op: str
-    name: str
     operand: int
     x_axes: Axes
     y_axes: Axes
@@ -133,8 +131,7 @@ def _read(
     """
     arrays = map(array_type, (*eqn.invars[:2], *eqn.outvars))
     dtype = jnp.result_type(*(accumulator(array.dtype) for array in arrays))
-    name = eqn.primitive.name
-    return Read(op, name, operand, x_axes, y_axes, dtype, **more)
+    return Read(op, operand, x_axes, y_axes, dtype, **more)
 
 
 def _read_elementwise(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Read:

@@ -382,7 +382,7 @@ def _note_reached(
         reach(value, way)
     for op in reversed(program.ops):
         leaving = list(map(reached, op.outputs))
-        if equations.stops_gradient(op.eqn):
+        if op.name in equations.WITHOUT_GRADIENT:
             leaving = [Reached()] * len(leaving)
         elif op in roots:
             leaving = [Reached(live=True)] * len(leaving)

@@ -60,10 +60,10 @@ class Convolution:
             windows *= max(1.0, min(size / stride, places))
         return windows
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
+    def form(self, x, arrange, homogeneous, dtype) -> Patches:
         batch, channel, *spatial = self.spec
         image = as_floats(x, dtype).transpose(batch, *spatial, channel)
-        return Patches(image, self, arrange, images, homogeneous)
+        return Patches(image, self, arrange, homogeneous)
 
 
 def patches(
@@ -106,15 +106,19 @@ class Patches:
       conv: the geometry.
       arrange: brings the whole batch's patches to `[copies, n, s, d]`. In its `split`, the axes for examples and
         positions come before all other axes.
-      images: whether the images are the examples. Otherwise `by_example` forms the whole batch's patches.
       homogeneous: the last entry of every row, None for a layer without a bias.
     """
 
     image: Array
     conv: Convolution
     arrange: Arrangement
-    images: bool
     homogeneous: float | None = None
+
+    @property
+    def images(self) -> bool:
+        """Whether the images are the examples. Otherwise `by_example` forms the whole batch's patches."""
+        # The first atom of the patches holds the images.
+        return self.arrange.examples == (0,)
 
     @property
     def count(self) -> int:

@@ -63,7 +63,6 @@ class Geometry(Protocol):
         x: Array,
         arrange: Arrangement,
         homogeneous: float | None,
-        images: bool,
         dtype: DTypeLike,
     ) -> Any:
         """Return an operation's rows: `Rows`, or `Patches` for a convolution, or `OneHot` for a lookup.
@@ -72,7 +71,6 @@ class Geometry(Protocol):
           x: the operation's data operand.
           arrange: brings the rows to the normal form.
           homogeneous: the last entry of every row, None for a layer without a bias.
-          images: for a convolution, whether the images are the examples.
           dtype: the dtype of the sums.
         """
 
@@ -147,7 +145,7 @@ def as_floats(
 class Dense:
     """The geometry of a matrix product."""
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
+    def form(self, x, arrange, homogeneous, dtype) -> Rows:
         return Rows(arrange(as_floats(x, dtype)), homogeneous)
 
 
@@ -165,7 +163,7 @@ class Lookup:
     column: int
     drop: bool
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> OneHot:
+    def form(self, x, arrange, homogeneous, dtype) -> OneHot:
         return OneHot(x, self, arrange, dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from optax import Params
 
@@ -70,7 +71,7 @@ class GaussNewton(Linear):
                 for own, x in zip(keys, rows, strict=True)
             ]
 
-        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
+        return optax.tree.scale(self.batches**-0.5, self._sum(white))
 
     def _sum(self, rows: Callable[..., list[Array]]) -> Params:
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
@@ -89,12 +90,12 @@ class GaussNewton(Linear):
             return of_batch(self.data, jnp.zeros((), jnp.int32))
 
         def add(total, part):
-            return jax.tree.map(jnp.add, total, of_batch(*part)), None
+            return optax.tree.add(total, of_batch(*part)), None
 
         parts = jax.tree.map(
             lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data
         )
-        zeros = jax.tree.map(jnp.zeros_like, self.params)
+        zeros = optax.tree.zeros_like(self.params)
         total, _ = lax.scan(add, zeros, (parts, jnp.arange(self.batches)))
         return total
 
