@@ -129,14 +129,6 @@ class Mark:
         """The number of predictions, over all iterations of the enclosing scans."""
         return math.prod(self.scans) * math.prod(self.value.shape[:-1])
 
-    def times_root(self, x: Array, v: Array, n: int, what: str) -> Array:
-        """Return `S v`, where `S^T S` is the curvature of this mark's term in a mean loss over `n` examples.
-
-        Raises:
-          ValueError: the likelihood has no `root`. `what` names the caller in the message.
-        """
-        return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
-
 
 MARK_EACH = " Mark the output of each batch, kfac.mark_output(..., weight=), for the loss to have a scale of each"
 
@@ -440,11 +432,15 @@ class Marked(NamedTuple):
     what: str
 
     def times_root(self, outputs: list[Array], vectors: list[Array]) -> list[Array]:
-        """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
+        """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss.
+
+        Raises:
+          ValueError: a likelihood has no `root`.
+        """
         roots = []
-        for k, mark in enumerate(self.marks):
-            root = mark.times_root(outputs[k], vectors[k], self.n, self.what)
-            roots.append(root)
+        for mark, x, v in zip(self.marks, outputs, vectors, strict=True):
+            root = mark.likelihood.times_root(x, v, self.what)
+            roots.append((mark.weight / self.n) ** 0.5 * root)
         return roots
 
     def root(self, params: PyTree) -> tuple[Array, Callable[[PyTree], list[Array]]]:
