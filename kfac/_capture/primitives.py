@@ -41,7 +41,7 @@ from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, ca
 from kfac._capture.equations import IDENTITIES, SUMS
 from kfac._capture.parameters import array_type, parameter, result_shape, shapes
 from kfac._statistics.convolution import Convolution
-from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
+from kfac._statistics.rows import Dense, Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
@@ -83,7 +83,7 @@ class Read:
     dtype: Any
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
-    geometry: Geometry = DENSE
+    geometry: Dense | Convolution | Lookup = DENSE
     sign: int = 1
     divides: bool = False
     groups: int | None = None
