@@ -249,8 +249,8 @@ def check_scalar(value: ArrayLike) -> None:
     """Raise a `TypeError` if a value is not a number."""
     if isinstance(value, Linear) or jnp.ndim(value):
         raise TypeError(
-            "an operator is multiplied by numbers and added to numbers, "
-            f"not to {type(value).__name__}: add products instead, a @ v + b @ v"
+            f"an operator is multiplied by and added to numbers only, but got {type(value).__name__}: "
+            "combine products instead, a @ v + b @ v"
         )
 
 

@@ -345,7 +345,7 @@ def test_the_table_says_the_dtype_of_the_statistics():
 def test_only_numbers_multiply():
     op = made("eigh")
     for combine in (operator.mul, operator.add, operator.sub):
-        with pytest.raises(TypeError, match=r"added to numbers, not to BlockOperator: add products instead"):
+        with pytest.raises(TypeError, match="added to numbers only, but got BlockOperator: combine products"):
             combine(op, op)
 
 
