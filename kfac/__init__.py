@@ -20,7 +20,6 @@ Build an optimizer:
 - `adaptive_damping`: adapts an optimizer's damping to the loss.
 - `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: further optimizers.
 - `Cholesky`, `Eigh`, `EKFAC`, `SOAP`: ways to precondition a block. `BlockPreconditioner`: the base class for your own.
-- `register_primitive`: tells `find_layers` how to treat a custom derivative, a Pallas kernel or an FFI call.
 - `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: types for annotations.
 
 Measure and plan:
@@ -36,7 +35,6 @@ import os as _os
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac import curvature, planning, presets, schedules, state, types
-from kfac._capture.equations import register_primitive
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
 from kfac._capture.outputs import mark_output
@@ -79,7 +77,6 @@ __all__ = [
     "observe",
     "planning",
     "presets",
-    "register_primitive",
     "scale_by_kfac",
     "schedules",
     "state",

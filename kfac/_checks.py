@@ -274,7 +274,7 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_count, "interval_warmup_steps", 0),
     **_rules(
         check_positive_int,
-        "max_factor_dim num_examples num_microbatches num_steps batch batches devices num_devices k probes",
+        "max_factor_dim num_examples num_microbatches num_steps batch batches devices num_devices",
     ),
     **_rules(
         check_switch,

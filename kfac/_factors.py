@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from kfac._mesh import PyTree, on_mesh, with_auto_axes
 from kfac._packing import Shape, as_vectors, from_vectors, pieces_along
@@ -23,11 +24,7 @@ class Statistics:
     """The statistics of one layer, a pytree of arrays.
 
     Two subclasses are curvature blocks: `Kronecker` and `Unitwise`. `combined()` converts the other subclasses to a
-    block. A block has two more methods:
-
-    - `mean_eigenvalue()` returns the mean eigenvalue of each block in a stack, `[k]`.
-    - `dense(basis)` returns the block as a matrix `[copies?, p, p]`. With eigenvectors `basis`, this is the EKFAC
-      matrix, whose eigenvalues are the moments.
+    block. A block also has `mean_eigenvalue()`, which returns the mean eigenvalue of each block in a stack, `[k]`.
     """
 
     moments: Any = None
@@ -97,10 +94,7 @@ class Kronecker(Statistics):
     moments: Any = None
 
     def packed(self, shapes, average=None, dtype=None):
-        packed = Packed.of(self, shapes)
-        if dtype is None:
-            return packed
-        return jax.tree.map(lambda x: x.astype(dtype), packed)
+        return optax.tree.cast(Packed.of(self, shapes), dtype)
 
     def unscaled(self, by):
         g, moments = jax.tree.map(by, (self.G, self.moments))
@@ -108,27 +102,6 @@ class Kronecker(Statistics):
 
     def mean_eigenvalue(self):
         return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
-
-    def dense(self, basis=None):
-        a = self.A.shape
-        g = self.G.shape
-        square = a[-2:-1] == a[-1:] and g[-2:-1] == g[-1:]
-        if not square or a[:-2] != g[:-2]:
-            raise ValueError(
-                f"block must have factors that are whole matrices, but A has shape {[*a]} and G {[*g]}"
-            )
-        if basis is None:
-            return _kron(self.A, self.G)
-        if self.moments is None:
-            raise ValueError(
-                "block has no moments: take it from value_and_grad(...)(..., basis=basis)"
-            )
-        vectors = _kron(basis.A, basis.G)
-        values = self.moments.mT.reshape(*vectors.shape[:-2], 1, -1)
-        return jnp.matmul(vectors * values, vectors.mT, precision="highest")
-
-
-_kron = jnp.vectorize(jnp.kron, signature="(a,b),(g,h)->(p,q)")
 
 
 def is_diagonal(stack: Array) -> bool:
@@ -175,12 +148,6 @@ class Unitwise(Statistics):
 
     def mean_eigenvalue(self):
         return jnp.trace(jnp.mean(self.F, axis=1), axis1=1, axis2=2) / self.F.shape[-1]
-
-    def dense(self, basis=None):
-        channels, p = self.F.shape[:2]
-        identity = jnp.eye(channels, dtype=self.F.dtype)
-        blocks = jnp.einsum("cpq,cd->pcqd", self.F, identity)
-        return blocks.reshape(p * channels, p * channels)
 
 
 @jax.tree_util.register_dataclass
@@ -323,7 +290,7 @@ class Tied(Uncombined):
 
 
 def safe_ratio(
-    above: jax.typing.ArrayLike,
+    above: ArrayLike,
     below: Array,
 ) -> Array:
     """Return `above / below`, and 0 where `below` is not positive."""
@@ -430,7 +397,7 @@ class Factors(Mapping[str, Statistics]):
                 blocks[name] = block.combined()
         return Factors(blocks, self.gradients)
 
-    def unscale(self, loss_scale: jax.typing.ArrayLike) -> Factors:
+    def unscale(self, loss_scale: ArrayLike) -> Factors:
         """Return the statistics of the loss itself, if these factors come from `loss_scale` times the loss.
 
         Gradients are divided by the scale. Their second moments (`G`, `F`, `moments`) are divided by its square. `A`

@@ -9,8 +9,7 @@ MODULES = ("curvature", "planning", "presets", "schedules", "state", "types")
 
 
 def public_modules():
-    modules = {"kfac": kfac} | {f"kfac.{name}": getattr(kfac, name) for name in MODULES}
-    return modules | {"kfac.curvature.exact": kfac.curvature.exact}
+    return {"kfac": kfac} | {f"kfac.{name}": getattr(kfac, name) for name in MODULES}
 
 
 def public_names(module):

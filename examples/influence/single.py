@@ -89,11 +89,13 @@ def run(problem: Callable, steps: int = 300) -> dict[str, float]:
     changes = np.asarray(jax.vmap(lambda f: measure(unravel(f), query) - measure(params, query))(moved))
 
     measured, examples = gradients(measure, params, query), gradients(losses, params, batch)
-    operators: dict[str, Any] = curvature(loss, params, [batch], DECAY, fisher="expected", key=jax.random.key(0))
-    whole = kfac.curvature.gauss_newton(loss, params, batch) + DECAY
+    operators = curvature(loss, params, [batch], DECAY, fisher="expected", key=jax.random.key(0))
+    whole = kfac.curvature.gauss_newton(loss, params, batch).to_dense() + DECAY * jnp.eye(len(flat))
+    predicted = {"gradients": influence(None, params, measured, examples)}
+    predicted |= {name: influence(operator, params, measured, examples) for name, operator in operators.items()}
+    predicted["whole"] = influence(None, params, jnp.linalg.solve(whole, measured.T).T, examples)
     found = {}
-    for name, operator in ({"gradients": None} | operators | {"whole": whole}).items():
-        scores = influence(operator, params, measured, examples)
+    for name, scores in predicted.items():
         found[name] = float(np.mean([spearmanr(a, b).statistic for a, b in zip(scores, changes.T, strict=True)]))
     hessian = jax.jit(jax.hessian(functools.partial(objective, kept=jnp.ones(EXAMPLES))))(flat)
     exact = np.asarray(measured @ jnp.linalg.solve(hessian, examples.T)) / EXAMPLES

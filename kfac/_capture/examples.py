@@ -91,26 +91,17 @@ def _place_all(
             for k, value in enumerate(op.outputs):
                 _copy(value, op.inner.outputs[k])
         else:
-            _place_results(op, makers, n)
-
-
-def _place_results(
-    op: Op,
-    makers: Mapping[Value, Op],
-    n: int | None,
-) -> None:
-    """Record the facts about the results of an op without a program inside."""
-    placed = _placed(op, makers)
-    joins = _joins(op)
-    for k, value in enumerate(op.outputs):
-        axes = _suggested(value, op.inputs) if placed is None else placed[k]
-        value.axes = _with_examples(value, axes, n)
-        value.of_batch = any(value.grown)
-        value.concatenated = joins
-        for other in op.inputs:
-            _add(value, other)
-        if not op.alive:
-            value.leaves = frozenset()
+            placed = _placed(op, makers)
+            joins = _joins(op)
+            for k, value in enumerate(op.outputs):
+                axes = _suggested(value, op.inputs) if placed is None else placed[k]
+                value.axes = _with_examples(value, axes, n)
+                value.of_batch = any(value.grown)
+                value.concatenated = joins
+                for other in op.inputs:
+                    _add(value, other)
+                if not op.alive:
+                    value.leaves = frozenset()
 
 
 def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:

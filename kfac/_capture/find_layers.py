@@ -136,24 +136,18 @@ def find_layers(
     )
     analysis = layers_of(traced, options, find_marks(traced))
     if strict and analysis.reads.inexact:
-        raise _unsupported(traced.names, analysis.reads.inexact)
+        lines = []
+        patterns = []
+        for leaf, read in sorted(analysis.reads.inexact.items()):
+            name = traced.names[leaf]
+            lines.append(f"\n  {name!r} is read by {read.operation}: {read.reason}")
+            patterns.append(repr(f"^{re.escape(name)}$"))
+        raise UnsupportedLayerError(
+            f"{len(lines)} parameter(s) have no exact rows for each example:{''.join(lines)}\n"
+            "Without strict=True they get the gradient's own factors; "
+            f"skip=({', '.join(patterns)},) leaves their gradients as they are."
+        )
     return analysis.layers
-
-
-def _unsupported(
-    names: Sequence[str], inexact: dict[int, Inexact]
-) -> UnsupportedLayerError:
-    """Return the error that names all leaves without exact rows, and how to skip them."""
-    lines = []
-    patterns = []
-    for leaf, read in sorted(inexact.items()):
-        lines.append(f"\n  {names[leaf]!r} is read by {read.operation}: {read.reason}")
-        patterns.append(repr(f"^{re.escape(names[leaf])}$"))
-    return UnsupportedLayerError(
-        f"{len(lines)} parameter(s) have no exact rows for each example:{''.join(lines)}\n"
-        "Without strict=True they get the gradient's own factors; "
-        f"skip=({', '.join(patterns)},) leaves their gradients as they are."
-    )
 
 
 class Analysis(NamedTuple):
@@ -357,7 +351,7 @@ def _inexact(
     reason: str,
     layout: Layout | None = None,
 ) -> Inexact:
-    read_by = sorted({use.read.name for use in uses})
+    read_by = sorted({use.op.name for use in uses})
     return Inexact(" and ".join(read_by), reason, layout)
 
 

@@ -78,7 +78,7 @@ class Findings:
         """Note that the leaf of a use has no exact rows."""
         kernel = use.read.op in KRONECKER_KINDS and use.view.picks is not None
         layout = use.layout if kernel else None
-        self.note(use.leaf, operation or use.read.name, reason, layout)
+        self.note(use.leaf, operation or use.op.name, reason, layout)
 
     def meets(self, state: State, op: Op, reason: str) -> Data:
         """Note that the leaves of `state` meet data in a way without exact rows. Return the state of the result."""

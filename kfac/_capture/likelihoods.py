@@ -30,8 +30,8 @@ class Likelihood:
       log_prob: `log_prob(x, target)` returns `log p(target | x)`, `[...]`. It may omit terms that do not depend on `x`.
       root: `root(x, v)` returns `S(x) v` for vectors `v`, `[..., features]`. `S(x)` is a square matrix with
         `S^T S = H`, where `H` is the expected second moment of the gradients of `-log p` with respect to `x`. Required
-        only for `fisher="expected"`, for `kfac.curvature.exact` and `kfac.curvature.gauss_newton`, and for
-        `kfac.adaptive_damping` and `kfac.presets.full_batch`.
+        only for `fisher="expected"`, for `kfac.curvature.gauss_newton`, and for `kfac.adaptive_damping` and
+        `kfac.presets.full_batch`.
 
     Raises:
       ValueError: an argument is not a function.
@@ -51,12 +51,6 @@ class Likelihood:
                 raise ValueError(
                     f"{name} of a Likelihood must be a function, but is {value!r}"
                 )
-
-    def sampled_gradient(self, x: Array, key: Array) -> Array:
-        """Return the gradient of `-log p(y | x)` with respect to `x` for a drawn target `y`, in float32 or wider."""
-        wide = x.astype(accumulator(x.dtype))
-        target = self.sample(key, wide)
-        return -jax.grad(lambda z: jnp.sum(self.log_prob(z, target)))(wide)
 
     def times_root(
         self,

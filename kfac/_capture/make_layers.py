@@ -63,7 +63,7 @@ class LayerMaker(NamedTuple):
         ordered = has_example_gradients(uses, self.traced.batch.num_examples)
         reduced = reduced and not lookup
         if reduced and (ragged or turned or not ordered):
-            read_by = " and ".join(sorted({use.read.name for use in uses}))
+            read_by = " and ".join(sorted({use.op.name for use in uses}))
             raise ValueError(
                 "kfac_reduce: sums over the positions of each example are not known for "
                 f"{self.traced.names[leaves[0]]!r}, read by {read_by} without an order of the examples, or as its "

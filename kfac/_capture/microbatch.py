@@ -9,10 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
-from kfac._capture.convolutions_in_loops import fast_in_loops
-from kfac._capture.outputs import with_own_key
-from kfac._capture.trace import ArgKey, is_key, leading_length, named_arguments
+from kfac._capture.trace import (
+    ArgKey,
+    is_key,
+    is_typed_key,
+    leading_length,
+    named_arguments,
+)
 from kfac._checks import check, check_given
 from kfac._layers import Layers
 from kfac._mesh import PyTree, zeros_of
@@ -66,7 +71,15 @@ def microbatch(
         def one(numbered):
             number, parts = numbered
             full = [parts.get(k, argument) for k, argument in enumerate(args)]
-            return fn(*full, **with_own_key(kwargs, number))
+
+            def folded(path, leaf):
+                untyped = path[0].key in ("key", "fisher_key")
+                typed = isinstance(leaf, Array) and is_typed_key(leaf)
+                if is_key(leaf) and (typed or untyped):
+                    return jax.random.fold_in(leaf, number)
+                return leaf
+
+            return fn(*full, **jax.tree.map_with_path(folded, kwargs))
 
         return _mean(one, (jnp.arange(num_microbatches), parts), num_microbatches)
 
@@ -86,13 +99,12 @@ def _mean(
                 f"microbatch averages results, but result {jax.tree_util.keystr(path)} has dtype {leaf.dtype}: "
                 "make it a float, or leave it out"
             )
-    evaluate = fast_in_loops(fn)
 
     def widen(x):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def add(total, part):
-        result = evaluate(part)
+        result = fn(part)
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, result), None
 
     total, _ = lax.scan(add, jax.tree.map(widen, zeros), parts)
@@ -211,7 +223,7 @@ def every_example(
 
 
 def _parts(
-    x: jax.typing.ArrayLike,
+    x: ArrayLike,
     count: int,
     argnum: int,
 ) -> Array:

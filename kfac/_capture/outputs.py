@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from kfac._capture import equations
 from kfac._capture.likelihoods import Likelihood, name_of, named
@@ -19,7 +20,7 @@ from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
 from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, Plan
-from kfac._capture.trace import Batch, Trace, is_key, is_typed_key, trace
+from kfac._capture.trace import Batch, Trace, trace
 from kfac._checks import check
 from kfac._mesh import PyTree, as_varying, varying_axes, with_auto_axes
 from kfac._statistics.rows import accumulator
@@ -30,7 +31,7 @@ def mark_output(
     likelihood: str | Likelihood,
     *,
     weight: float = 1.0,
-    variance: jax.typing.ArrayLike | None = None,
+    variance: ArrayLike | None = None,
 ) -> Array:
     """Mark the network's output inside `loss_fn`, and name the distribution of targets that it predicts.
 
@@ -127,14 +128,6 @@ class Mark:
     def rows(self) -> int:
         """The number of predictions, over all iterations of the enclosing scans."""
         return math.prod(self.scans) * math.prod(self.value.shape[:-1])
-
-    def times_root(self, x: Array, v: Array, n: int, what: str) -> Array:
-        """Return `S v`, where `S^T S` is the curvature of this mark's term in a mean loss over `n` examples.
-
-        Raises:
-          ValueError: the likelihood has no `root`. `what` names the caller in the message.
-        """
-        return (self.weight / n) ** 0.5 * self.likelihood.times_root(x, v, what)
 
 
 MARK_EACH = " Mark the output of each batch, kfac.mark_output(..., weight=), for the loss to have a scale of each"
@@ -366,7 +359,11 @@ class Draw:
         key: Array,
         g: Array,
     ) -> Array:
-        return g * self._scale * self.mark.likelihood.sampled_gradient(x, key)
+        likelihood = self.mark.likelihood
+        wide = x.astype(accumulator(x.dtype))
+        target = likelihood.sample(key, wide)
+        score = jax.grad(lambda z: jnp.sum(likelihood.log_prob(z, target)))(wide)
+        return -g * self._scale * score
 
     def _expected(
         self,
@@ -435,11 +432,15 @@ class Marked(NamedTuple):
     what: str
 
     def times_root(self, outputs: list[Array], vectors: list[Array]) -> list[Array]:
-        """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss."""
+        """Return `S v` for each mark, where `S^T S` is the curvature of the mark's term in the loss.
+
+        Raises:
+          ValueError: a likelihood has no `root`.
+        """
         roots = []
-        for k, mark in enumerate(self.marks):
-            root = mark.times_root(outputs[k], vectors[k], self.n, self.what)
-            roots.append(root)
+        for mark, x, v in zip(self.marks, outputs, vectors, strict=True):
+            root = mark.likelihood.times_root(x, v, self.what)
+            roots.append((mark.weight / self.n) ** 0.5 * root)
         return roots
 
     def root(self, params: PyTree) -> tuple[Array, Callable[[PyTree], list[Array]]]:
@@ -478,22 +479,3 @@ def marked(
         return outs[0], [outputs[key] for key in entries]
 
     return Marked(evaluate, marks.marks, n, what)
-
-
-# -- PRNG keys ---------------------------------------------------------------------------------------------------------
-
-
-def with_own_key(kwargs: dict[str, PyTree], part: Array) -> dict[str, PyTree]:
-    """Return `kwargs` with the number of a part folded into their PRNG keys.
-
-    All typed keys change. Untyped keys change only in the arguments `key` and `fisher_key`.
-    """
-
-    def folded(path, leaf):
-        untyped = path[0].key in ("key", "fisher_key")
-        typed = isinstance(leaf, Array) and is_typed_key(leaf)
-        if is_key(leaf) and (typed or untyped):
-            return jax.random.fold_in(leaf, part)
-        return leaf
-
-    return jax.tree.map_with_path(folded, kwargs)

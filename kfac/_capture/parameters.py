@@ -1,7 +1,7 @@
 """Read the parameters of JAX's equations.
 
 A parameter's name and form may change with any JAX release, so no other module reads a parameter by its name.
-`tests/capture/test_parameters.py` traces a program for each row in `PARAMETERS` and checks each parameter's value.
+`tests/capture/test_parameters.py` traces a program for each of these parameters and checks the parameter's value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ Variable = Var | Literal
 
 # The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
-CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 REDUCTIONS = frozenset(
     {
         "reduce_sum",
@@ -35,55 +34,15 @@ REDUCTIONS = frozenset(
 )
 DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 
-# The parameters that the package reads, by primitive.
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    # programs inside an equation
-    "jit": ("jaxpr", "in_shardings", "out_shardings"),
-    "closed_call": ("call_jaxpr",),
-    "eval_jaxpr": ("call_jaxpr",),
-    "remat2": ("jaxpr", "prevent_cse", "policy"),
-    **dict.fromkeys(CUSTOM_DERIVATIVES, ("call_jaxpr",)),
-    "scan": ("jaxpr", "length", "reverse", "unroll"),
-    # products
-    "dot_general": ("dimension_numbers",),
-    "conv_general_dilated": (
-        "dimension_numbers",
-        "window_strides",
-        "padding",
-        "lhs_dilation",
-        "rhs_dilation",
-        "feature_group_count",
-        "batch_group_count",
-        "precision",
-        "preferred_element_type",
-    ),
-    "ragged_dot_general": ("ragged_dot_dimension_numbers",),
-    # indexing
-    "gather": ("dimension_numbers", "slice_sizes", "mode"),
-    "scatter": ("dimension_numbers",),
-    # changes of form
-    "broadcast_in_dim": ("broadcast_dimensions",),
-    "concatenate": ("dimension",),
-    "reshape": ("dimensions",),
-    "rev": ("dimensions",),
-    "slice": ("start_indices", "strides"),
-    "split": ("axis", "sizes"),
-    "stack": ("axis",),
-    "tile": ("reps",),
-    "transpose": ("permutation",),
-    "unstack": ("axis",),
-    # the rest
-    **dict.fromkeys(REDUCTIONS, ("axes",)),
-    **dict.fromkeys(DEVICE_SUMS, ("axes",)),
-    "name": ("name",),
-    "sort": ("dimension",),
-    "ffi_call": ("target_name",),
-    "pallas_call": ("name",),
-}
-
 
 class UnknownEquationError(NotImplementedError):
     """The installed JAX gives an equation a form that this version of the package does not know."""
+
+    def __init__(self, eqn: JaxprEqn, found: str):
+        super().__init__(
+            f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not "
+            "know that form; install a JAX version that docs/comparison.md lists, or report it"
+        )
 
 
 def array_type(variable: Variable) -> jax.ShapeDtypeStruct:
@@ -104,21 +63,12 @@ def result_shape(eqn: JaxprEqn) -> Shape:
 def parameter(eqn: JaxprEqn, name: str) -> Any:
     """Return an equation's parameter.
 
-    Args:
-      eqn: a jaxpr equation whose primitive is in `PARAMETERS`.
-      name: a name from the primitive's row in `PARAMETERS`.
-
     Raises:
-      ValueError: `PARAMETERS` does not list `name` for the primitive.
       UnknownEquationError: the equation has no such parameter in the installed JAX.
     """
-    primitive = eqn.primitive.name
-    row = "scatter" if primitive.startswith("scatter") else primitive
-    if name not in PARAMETERS.get(row, ()):
-        raise ValueError(f"PARAMETERS has no {name!r} in the row of {row!r}")
     if name not in eqn.params:
         others = ", ".join(sorted(eqn.params)) or "none at all"
-        raise _unknown(eqn, f"no parameter {name!r}, but {others}")
+        raise UnknownEquationError(eqn, f"no parameter {name!r}, but {others}")
     return eqn.params[name]
 
 
@@ -167,7 +117,7 @@ def scan(eqn: JaxprEqn) -> Scan | None:
     carried = len(leaving) - stacked
     consts = len(entering) - sliced - carried
     if consts < 0 or entering[consts : consts + carried] != leaving[:carried]:
-        raise _unknown(
+        raise UnknownEquationError(
             eqn, "operands that are not constants, carry and slices in this order"
         )
     return Scan(consts, carried, length)
@@ -191,11 +141,4 @@ def inner_program(eqn: JaxprEqn, name: str) -> ClosedJaxpr:
     if isinstance(program, Jaxpr):
         return ClosedJaxpr(program, ())
     found = type(program).__name__
-    raise _unknown(eqn, f"a {found} in {name!r} where a jaxpr was expected")
-
-
-def _unknown(eqn: JaxprEqn, found: str) -> UnknownEquationError:
-    return UnknownEquationError(
-        f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not know "
-        "that form; install a JAX version that docs/comparison.md lists, or report it"
-    )
+    raise UnknownEquationError(eqn, f"a {found} in {name!r} where a jaxpr was expected")

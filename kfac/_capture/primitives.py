@@ -11,18 +11,16 @@ If the array meets data, the parameter gets gradient factors.
 To support another primitive, write a function like `_read_product` and enter it in `READS`. Add a product's name to
 `PRODUCTS` as well. A change in form goes into `axis_rules.MOVES`.
 
-The capture looks inside calls, remats and scans before it asks these tables (`equations.called`). `register_primitive`
-adds operations that users define. `placed` and `indexed` follow the axes of data.
+The capture looks inside calls, remats and scans before it asks these tables (`equations.called`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
@@ -40,10 +38,10 @@ from kfac._capture.axes import (
     take,
 )
 from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, cast
-from kfac._capture.equations import IDENTITIES, SUMS, body, called, name_of, registered
+from kfac._capture.equations import IDENTITIES, SUMS
 from kfac._capture.parameters import array_type, parameter, result_shape, shapes
 from kfac._statistics.convolution import Convolution
-from kfac._statistics.rows import Dense, Geometry, Lookup, accumulator
+from kfac._statistics.rows import Dense, Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _ELEMENTWISE = ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
@@ -63,9 +61,7 @@ class Read:
 
     Attributes:
       op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
-      name: the primitive's name, or the registered operation's name.
       operand: the parameter's position among the inputs.
-      other: the data's position among the inputs.
       x_axes: axes for the data (dense), its patches (conv), the row counts (embedding) or the result (elementwise).
         Axes that the kernel shares, contracted or batched, consist of leaf atoms.
       y_axes: the result's axes. An atom outside the leaf holds examples or is foreign.
@@ -81,18 +77,21 @@ class Read:
     """
 
     op: str
-    name: str
     operand: int
-    other: int
     x_axes: Axes
     y_axes: Axes
     dtype: Any
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
-    geometry: Geometry = DENSE
+    geometry: Dense | Convolution | Lookup = DENSE
     sign: int = 1
     divides: bool = False
     groups: int | None = None
+
+    @property
+    def other(self) -> int:
+        """The data's position among the inputs."""
+        return 1 - self.operand
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
@@ -112,13 +111,7 @@ def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Meaning:
       operand: the parameter's position among the inputs.
       axes: the parameter's axes.
       data: the axes of all inputs as data.
-
-    Raises:
-      ValueError: the equation is a registered operation, and its `like` is not a single operation on its inputs.
     """
-    like = registered(eqn)
-    if callable(like):
-        return _alike(eqn, like, operand, axes, data)
     name = eqn.primitive.name
     if name in MOVES:
         return MOVES[name](eqn, axes)
@@ -127,14 +120,6 @@ def meaning(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Meaning:
     if name in READS:
         return READS[name](eqn, operand, axes, data)
     return None
-
-
-def is_product(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a matrix product or a convolution, or is registered as such."""
-    like = registered(eqn)
-    if callable(like):
-        eqn, _ = _single(eqn, like)
-    return eqn.primitive.name in PRODUCTS
 
 
 def _read(
@@ -146,8 +131,7 @@ def _read(
     """
     arrays = map(array_type, (*eqn.invars[:2], *eqn.outvars))
     dtype = jnp.result_type(*(accumulator(array.dtype) for array in arrays))
-    name = eqn.primitive.name
-    return Read(op, name, operand, 1 - operand, x_axes, y_axes, dtype, **more)
+    return Read(op, operand, x_axes, y_axes, dtype, **more)
 
 
 def _read_elementwise(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Read:
@@ -342,64 +326,3 @@ READS: dict[str, Rule] = {
     "gather": _read_lookup,
     "ragged_dot_general": _read_ragged_product,
 }
-
-
-# -- registered operations ---------------------------------------------------------------------------------------------
-
-
-def _single(
-    eqn: JaxprEqn, like: Callable[..., Any]
-) -> tuple[JaxprEqn, list[int | None]]:
-    """Trace `like` and return its only equation, and each input's number among the inputs of `eqn`.
-
-    The number is None for a constant.
-
-    Raises:
-      ValueError: `like` is not a single operation, or its results do not have the shapes of `eqn`'s results.
-    """
-    jaxpr = jax.make_jaxpr(like)(*map(array_type, eqn.invars)).jaxpr
-    numbers: dict[int, int | None] = {id(var): k for k, var in enumerate(jaxpr.invars)}
-    while len(jaxpr.eqns) == 1:
-        (call,) = jaxpr.eqns
-        program = called(call) or body(call)
-        if program is None or call.primitive.name == "scan":
-            break
-        jaxpr = program.jaxpr
-        pairs = zip(jaxpr.invars, call.invars, strict=True)
-        numbers = {id(inner): numbers.get(id(var)) for inner, var in pairs}
-    if len(jaxpr.eqns) != 1 or shapes(jaxpr.outvars) != shapes(eqn.outvars):
-        result = f"a result of shape {', '.join(map(str, shapes(eqn.outvars)))}"
-        raise ValueError(
-            f"register_primitive({name_of(eqn)}): like must be a single operation with {result}, but is\n{jaxpr}"
-        )
-    (operation,) = jaxpr.eqns
-    return operation, [numbers.get(id(var)) for var in operation.invars]
-
-
-def _alike(
-    eqn: JaxprEqn,
-    like: Callable[..., Any],
-    operand: int,
-    axes: Axes,
-    data: DataAxes,
-) -> Meaning:
-    """Return the meaning of the only equation in `like`, with inputs numbered as in `eqn`.
-
-    Raises:
-      ValueError: `like` is not a single operation, or combines an input with a constant.
-    """
-    operation, numbers = _single(eqn, like)
-    if operand not in numbers:
-        return None
-    inputs = [() if number is None else data[number] for number in numbers]
-    result = meaning(operation, numbers.index(operand), axes, inputs)
-    if not isinstance(result, Read):
-        return result
-    other = numbers[result.other]
-    if other is None:
-        raise ValueError(
-            f"register_primitive({name_of(eqn)}): like combines an array with a constant of its own, by "
-            f"{operation.primitive.name}: let it be one operation of what it is given, lambda w: w.T or "
-            "lambda x, w: x @ w"
-        )
-    return replace(result, operand=operand, other=other, name=name_of(eqn))

@@ -126,10 +126,10 @@ class Op:
         data = [value.axes for value in self.inputs]
         return primitives.meaning(self.eqn, operand, axes, data)
 
-    @functools.cached_property
+    @property
     def product(self) -> bool:
-        """Whether the op is a matrix product or convolution, or is registered as similar to either."""
-        return primitives.is_product(self.eqn)
+        """Whether the op is a matrix product or convolution."""
+        return self.name in primitives.PRODUCTS
 
     def compute(self, values: Sequence[Array]) -> list[Array]:
         """Compute the op's results."""
@@ -382,7 +382,7 @@ def _note_reached(
         reach(value, way)
     for op in reversed(program.ops):
         leaving = list(map(reached, op.outputs))
-        if equations.stops_gradient(op.eqn):
+        if op.name in equations.WITHOUT_GRADIENT:
             leaving = [Reached()] * len(leaving)
         elif op in roots:
             leaving = [Reached(live=True)] * len(leaving)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
@@ -129,7 +130,7 @@ class ReduceScatter(NamedTuple):
         flat = with_auto_axes(finish, split)(sums)
         if not self.axes and self.dtype != "float32":
             # The factors are sent later.
-            flat = jax.tree.map(lambda x: x.astype(self.dtype), flat)
+            flat = optax.tree.cast(flat, self.dtype)
         return Packed(flat, self.shapes)
 
     def _spec(self, loops: int) -> PartitionSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from kfac._capture import equations, primitives
 from kfac._capture.parameters import chosen
-from kfac._capture.program import Op, Program, flat
+from kfac._capture.program import Op, Program
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
 
 
@@ -119,30 +119,36 @@ class _Replay:
         return results
 
     def _scan(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
-        assert op.scan
-        first = op.scan.consts
-        last = op.scan.last
+        scan = op.scan
+        program = op.inner
+        assert scan and program
+        first = scan.consts
+        last = scan.last
         sliced = {}
         for key, iterated in self.plan.inside[op].items():
             if iterated:
                 sliced[key] = self.probes[key]
         values, multipliers = zip(*inputs, strict=True)
 
-        def step(body, values, slices):
-            probes, of_slices = slices
-            arguments = map(Replayed, values, [*multipliers[:last], *of_slices])
-            results, handed = _replay(
-                body, list(arguments), self.plan, {**self.probes, **probes}
+        def body(carry, slices):
+            xs, probes, of_xs = slices
+            arguments = map(
+                Replayed, [*values[:first], *carry, *xs], [*multipliers[:last], *of_xs]
             )
-            return [result.value for result in results], handed
+            results, handed = _replay(
+                program, list(arguments), self.plan, {**self.probes, **probes}
+            )
+            outs = [result.value for result in results]
+            return outs[: scan.carried], (outs[scan.carried :], handed)
 
-        beside = sliced, list(multipliers[last:])
-        outs, handed = _scan_by(step, op, values, beside)
+        options = chosen(op.eqn, ("length", "reverse", "unroll"))
+        slices = list(values[last:]), sliced, list(multipliers[last:])
+        carry, (ys, handed) = lax.scan(
+            body, list(values[first:last]), slices, **options
+        )
         self.handed |= handed
-        results = list(map(Replayed, outs))
         # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
-        results[: op.scan.carried] = map(Replayed, outs, multipliers[first:last])
-        return results
+        return [*map(Replayed, carry, multipliers[first:last]), *map(Replayed, ys)]
 
     def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Any]:
         """Evaluate an op with the taps behind it."""
@@ -181,7 +187,7 @@ def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[A
         return [-multiplier if op.name == "sub" and operand == 1 else multiplier]
     values = [_rows(x.value) for x in inputs]
     values[operand] = multiplier
-    return equations.evaluate_multiplier(op.within, op.eqn, values)
+    return op.compute(values)
 
 
 def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[Any]:
@@ -208,62 +214,3 @@ def _at_axis(value: MaybeShared, axis: int) -> Array:
     if isinstance(value, Shared):
         return jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
     return value
-
-
-# From a scan's body, its arguments and slices of a pytree, compute an iteration's results and a pytree.
-Step = Callable[..., tuple[list[Any], Any]]
-
-
-def _scan_by(
-    step: Step, op: Op, values: Sequence[Any], beside: Any
-) -> tuple[list[Any], Any]:
-    """Evaluate a scan with another body, and return its results and a stacked pytree.
-
-    The body is `step`, with slices of `beside`. The scan stacks the pytrees that it returns.
-    """
-    inner = op.inner
-    scan = op.scan
-    assert inner and scan
-    first = scan.consts
-    last = scan.last
-
-    def body(carry, slices):
-        xs, more = slices
-        outs, handed = step(inner, [*values[:first], *carry, *xs], more)
-        return outs[: scan.carried], (outs[scan.carried :], handed)
-
-    options = chosen(op.eqn, ("length", "reverse", "unroll"))
-    carry = list(values[first:last])
-    xs = list(values[last:])
-    carry, (ys, handed) = lax.scan(body, carry, (xs, beside), **options)
-    return [*carry, *ys], handed
-
-
-# -- other ways to evaluate --------------------------------------------------------------------------------------------
-
-
-def rewrite(
-    fn: Callable[..., Any], name: str, rule: Callable[..., Array]
-) -> Callable[..., Any]:
-    """Return `fn` with another implementation of a primitive.
-
-    `rule(equation, *operands)` computes the result of the primitive `name`, also inside calls and scans. Programs
-    inside other equations stay as they are, for example in a `custom_vjp` or `jax.checkpoint`.
-    """
-
-    def visit(op, values):
-        if op.name == name:
-            return [rule(op.eqn, *values)]
-        if op.scan:
-            return _scan_by(step, op, values, None)[0]
-        return op.compute(values)
-
-    def step(program, args, _):
-        return program.run(args, program.constant, visit), None
-
-    def rewritten(*args):
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        results, _ = step(flat(closed), jax.tree.leaves(args), None)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return rewritten

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
@@ -119,10 +120,8 @@ class KroneckerTap:
         if not self.use.op.loops and read.op == "conv":
             # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
-        # The first atom of a convolution's patches holds the images.
-        by_image = self.arrange_x.examples == (0,)
         inputs: Any = read.geometry.form(
-            x, self.arrange_x, self.homogeneous, by_image, self.dtype
+            x, self.arrange_x, self.homogeneous, self.dtype
         )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
@@ -208,8 +207,7 @@ def tapped(
 
 def _backward(tap, residuals, g):
     def statistics(residuals, g):
-        sums = tap.statistics(residuals, g)
-        return jax.tree.map(lambda x: x.astype(tap.dtype), sums)
+        return optax.tree.cast(tap.statistics(residuals, g), tap.dtype)
 
     if isinstance(tap, ElementwiseTap):
         return None, g, with_auto_axes(statistics, tap.lies)(residuals, g)

@@ -174,7 +174,10 @@ def trace(
     def compared(batch: Batch) -> Program:
         larger = list[Any](arrays)
         for leaf in batch.leaves or ():
-            larger[leaf.position] = _twice(arrays[leaf.position])
+            x = arrays[leaf.position]
+            aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+            twice = (2 * aval.shape[0], *aval.shape[1:])
+            larger[leaf.position] = aval.update(shape=twice)
         program = flat(closed)
         twin, _ = jaxpr_of(larger)
         compare(program, flat(twin), alike=batch.num_examples != 1)
@@ -328,12 +331,6 @@ def _checked(out: Any, has_aux: bool) -> tuple[AnyArray, PyTree]:
     raise TypeError(
         f"loss_fn must return a real scalar, the mean loss, but returned {what}{hint}"
     )
-
-
-def _twice(x: AnyArray) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array with twice as many examples."""
-    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    return aval.update(shape=(2 * aval.shape[0], *aval.shape[1:]))
 
 
 class Leaf(NamedTuple):

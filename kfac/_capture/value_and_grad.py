@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
@@ -388,10 +389,10 @@ def _sum_of_moments(factors_of: Callable, units: Array) -> Factors:
     """
 
     def add(total, unit):
-        return jax.tree.map(jnp.add, total, factors_of(unit)), None
+        return optax.tree.add(total, factors_of(unit)), None
 
     total, _ = lax.scan(add, zeros_of(factors_of, units[0]), units)
-    return jax.tree.map(lambda x: x / len(units), total).unscale(len(units) ** -0.5)
+    return optax.tree.scale(1 / len(units), total).unscale(len(units) ** -0.5)
 
 
 def _fisher_key(kwargs: dict[str, PyTree], fisher: str) -> Array | None:

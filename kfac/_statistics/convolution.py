@@ -60,22 +60,10 @@ class Convolution:
             windows *= max(1.0, min(size / stride, places))
         return windows
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> Patches:
+    def form(self, x, arrange, homogeneous, dtype) -> Patches:
         batch, channel, *spatial = self.spec
         image = as_floats(x, dtype).transpose(batch, *spatial, channel)
-        return Patches(image, self, arrange, images, homogeneous)
-
-
-def padded(
-    x: Array,
-    padding: Sequence[tuple[int, int]],
-    dilation: Sequence[int],
-) -> Array:
-    """Pad images `[n, *spatial, channels]`, and put zeros between the pixels of dilated dimensions."""
-    config = [(0, 0, 0)]
-    for (low, high), step in zip(padding, dilation, strict=True):
-        config.append((low, high, step - 1))
-    return lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
+        return Patches(image, self, arrange, homogeneous)
 
 
 def patches(
@@ -88,7 +76,10 @@ def patches(
       x: the images, transposed to `[n, *spatial, channels]`.
       conv: the geometry.
     """
-    out = padded(x, conv.padding, conv.lhs_dilation)
+    config = [(0, 0, 0)]
+    for (low, high), step in zip(conv.padding, conv.lhs_dilation, strict=True):
+        config.append((low, high, step - 1))
+    out = lax.pad(x, jnp.zeros((), x.dtype), [*config, (0, 0, 0)])
     rank = len(conv.window)
     # One gather splits each axis into positions and window. A slice for every tap would need a kernel for every tap.
     for k in reversed(range(rank)):
@@ -115,15 +106,19 @@ class Patches:
       conv: the geometry.
       arrange: brings the whole batch's patches to `[copies, n, s, d]`. In its `split`, the axes for examples and
         positions come before all other axes.
-      images: whether the images are the examples. Otherwise `by_example` forms the whole batch's patches.
       homogeneous: the last entry of every row, None for a layer without a bias.
     """
 
     image: Array
     conv: Convolution
     arrange: Arrangement
-    images: bool
     homogeneous: float | None = None
+
+    @property
+    def images(self) -> bool:
+        """Whether the images are the examples. Otherwise `by_example` forms the whole batch's patches."""
+        # The first atom of the patches holds the images.
+        return self.arrange.examples == (0,)
 
     @property
     def count(self) -> int:

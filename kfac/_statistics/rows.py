@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,28 +53,6 @@ class Arrangement(NamedTuple):
         parts = (self.copies, self.examples, self.rows, self.features)
         x = x.transpose(self.copies + self.examples + self.rows + self.features)
         return x.reshape([math.prod(self.split[k] for k in part) for part in parts])
-
-
-class Geometry(Protocol):
-    """The way in which an operation turns its data into rows. Each layer kind has its own geometry."""
-
-    def form(
-        self,
-        x: Array,
-        arrange: Arrangement,
-        homogeneous: float | None,
-        images: bool,
-        dtype: DTypeLike,
-    ) -> Any:
-        """Return an operation's rows: `Rows`, or `Patches` for a convolution, or `OneHot` for a lookup.
-
-        Args:
-          x: the operation's data operand.
-          arrange: brings the rows to the normal form.
-          homogeneous: the last entry of every row, None for a layer without a bias.
-          images: for a convolution, whether the images are the examples.
-          dtype: the dtype of the sums.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +123,27 @@ def as_floats(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """The geometry of a matrix product."""
+    """The geometry of a matrix product.
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> Rows:
+    A geometry says how an operation turns its data into rows. Each layer kind has its own: `Dense`, `Convolution` or
+    `Lookup`.
+    """
+
+    def form(
+        self,
+        x: Array,
+        arrange: Arrangement,
+        homogeneous: float | None,
+        dtype: DTypeLike,
+    ) -> Rows:
+        """Return an operation's rows: `Rows`, or `Patches` for a convolution, or `OneHot` for a lookup.
+
+        Args:
+          x: the operation's data operand.
+          arrange: brings the rows to the normal form.
+          homogeneous: the last entry of every row, None for a layer without a bias.
+          dtype: the dtype of the sums.
+        """
         return Rows(arrange(as_floats(x, dtype)), homogeneous)
 
 
@@ -165,7 +161,7 @@ class Lookup:
     column: int
     drop: bool
 
-    def form(self, x, arrange, homogeneous, images, dtype) -> OneHot:
+    def form(self, x, arrange, homogeneous, dtype) -> OneHot:
         return OneHot(x, self, arrange, dtype)
 
 

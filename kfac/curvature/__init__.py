@@ -1,28 +1,25 @@
-"""Curvature matrices: linear operators on parameter trees, data-set factors, and exact Fisher matrices.
+"""Curvature matrices: linear operators on parameter trees and data-set factors.
 
 - `operator`: turn an optimizer state or a `Factors` into a block-diagonal `BlockOperator`, with inverse, roots,
   determinant and samples.
-- `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `MatrixFreeOperator`.
+- `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `GaussNewton`.
 - `estimate_factors`: average the factors over a data set at fixed parameters.
 - `factors_from_state`: read an optimizer's running averages.
 - `eigenbasis`: return the factors' eigenvectors, the basis of EKFAC's moments.
 - `Likelihood`: define your own target distribution for `kfac.mark_output`.
-- `exact`: compute the exact blocks of small models, to measure approximation errors.
 """
 
 from kfac._capture.likelihoods import Likelihood
 from kfac._checks import former_names as _former_names
 from kfac._optimizer.diagnostics import eigenbasis
-from kfac.curvature import exact as exact
 from kfac.curvature._estimate import estimate_factors
-from kfac.curvature._gauss_newton import gauss_newton
-from kfac.curvature._matrix import MatrixFreeOperator
+from kfac.curvature._gauss_newton import GaussNewton, gauss_newton
 from kfac.curvature._operator import BlockOperator, factors_from_state, operator
 
 __all__ = [
     "BlockOperator",
+    "GaussNewton",
     "Likelihood",
-    "MatrixFreeOperator",
     "eigenbasis",
     "estimate_factors",
     "factors_from_state",
@@ -33,9 +30,10 @@ __all__ = [
 __getattr__ = _former_names(
     "kfac.curvature",
     {
-        "Matrix": "MatrixFreeOperator",
+        "Matrix": "GaussNewton",
         "Operator": "BlockOperator",
         "averaged_factors": "factors_from_state",
         "estimate": "estimate_factors",
+        "exact": "gauss_newton(loss_fn, params, *data).to_dense()",
     },
 )

@@ -8,19 +8,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from optax import Params
 
 from kfac._capture.outputs import marked
-from kfac._checks import check_given, check_type
-from kfac.curvature._matrix import Linear, MatrixFreeOperator
-from kfac.curvature._operator import BlockOperator
+from kfac._checks import check_given, with_hints
+from kfac.curvature._matrix import Linear
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class GaussNewton(Linear):
-    """`F = (1/n) sum_r J_r^T H_r J_r` over the rows of the marked outputs.
+    """The matrix `F = (1/n) sum_r J_r^T H_r J_r` over the rows of the marked outputs.
+
+    `kfac.curvature.gauss_newton` returns it. Like a `BlockOperator`, it is a pytree.
 
     Attributes:
       params: the parameters.
@@ -37,11 +39,13 @@ class GaussNewton(Linear):
     batches: int = dataclasses.field(metadata={"static": True})
 
     def shapes(self) -> Params:
+        """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params
         )
 
     def matvec(self, tree: Params) -> Params:
+        """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
         tangents = jax.tree.map(
             lambda p, t: jnp.asarray(t).astype(p.dtype), self.params, tree
         )
@@ -51,7 +55,13 @@ class GaussNewton(Linear):
         )
 
     def sample(self, key: Array) -> Params:
-        """Draw `R^T` times white noise, with `F = R^T R`, so the covariance is `F`."""
+        """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
+
+        The draw is `R^T` times white noise, with `F = R^T R`.
+
+        Args:
+          key: a PRNG key.
+        """
 
         def white(root, index):
             rows = jax.eval_shape(root, self.params)
@@ -61,7 +71,7 @@ class GaussNewton(Linear):
                 for own, x in zip(keys, rows, strict=True)
             ]
 
-        return jax.tree.map(lambda x: x / self.batches**0.5, self._sum(white))
+        return optax.tree.scale(self.batches**-0.5, self._sum(white))
 
     def _sum(self, rows: Callable[..., list[Array]]) -> Params:
         """Return the sum of `R_b^T rows(R_b, b)` over batches `b`, with the batch's matrix `F_b = R_b^T R_b`."""
@@ -80,34 +90,36 @@ class GaussNewton(Linear):
             return of_batch(self.data, jnp.zeros((), jnp.int32))
 
         def add(total, part):
-            return jax.tree.map(jnp.add, total, of_batch(*part)), None
+            return optax.tree.add(total, of_batch(*part)), None
 
         parts = jax.tree.map(
             lambda x: x.reshape(self.batches, -1, *x.shape[1:]), self.data
         )
-        zeros = jax.tree.map(jnp.zeros_like, self.params)
+        zeros = optax.tree.zeros_like(self.params)
         total, _ = lax.scan(add, zeros, (parts, jnp.arange(self.batches)))
         return total
 
 
+@with_hints({"blocks": "jax.scipy.sparse.linalg.cg(..., M=blocks.inv().matvec)"})
 def gauss_newton(
     loss_fn: Callable[..., Any],
     params: Params,
     *data: Any,
     num_examples: int | None = None,
     batches: int = 1,
-    blocks: BlockOperator | None = None,
-) -> MatrixFreeOperator:
+) -> GaussNewton:
     """Return a loss function's whole Gauss-Newton matrix, which equals the Fisher matrix.
 
     Unlike the block-diagonal `operator`, the whole matrix includes the curvature between layers. It is
     `F = (1/n) sum_r J_r^T H_r J_r`, with the Jacobian `J_r` of row `r` of the marked outputs and the Hessian `H_r` of
     the row's loss term `-log p` with respect to the row. The matrix is never formed. A product takes a forward-mode
-    derivative and a backward pass. Use the matrix like the block-diagonal operator::
+    derivative and a backward pass. Conjugate gradients solve linear systems, with the blocks as a preconditioner::
 
-        fisher = kfac.curvature.gauss_newton(loss_fn, params, batch, blocks=kfac.curvature.operator(layers, factors))
-        posterior = (n * fisher + 10.0).inv()     # by conjugate gradients
-        posterior @ gradient, posterior.sample(key), fisher.eigsh(10, key), (n * fisher + 10.0).logdet(key)
+        fisher = kfac.curvature.gauss_newton(loss_fn, params, batch)
+        blocks = n * kfac.curvature.operator(layers, factors) + 10.0
+        gradient, unravel = jax.flatten_util.ravel_pytree(jax.grad(loss_fn)(params, batch))
+        product = lambda v: n * (fisher @ v) + 10.0 * v
+        solution, _ = jax.scipy.sparse.linalg.cg(product, gradient, M=lambda v: blocks.inv() @ v)
 
     To use several devices, place `params` and `data` on a mesh.
 
@@ -118,22 +130,17 @@ def gauss_newton(
       num_examples: the number of examples in `data` over which the loss is averaged, as for `value_and_grad`.
       batches: the number of equal parts into which each array of `data` is split along its first axis. A product scans
         over the parts, so it needs the memory of a single part.
-      blocks: an approximation of the matrix, `kfac.curvature.operator(layers, factors)` without damping. It
-        preconditions `solve`, `inv` and `logdet`. Scaling the matrix or adding a number to it does the same to
-        `blocks`. The preconditioner does not always save steps: if a few directions hold all of the curvature, plain
-        conjugate gradients take fewer steps.
 
     Returns:
-      A `MatrixFreeOperator`. `trace` and `logdet` also return an error, `eigsh` and `solve` also return residuals.
+      A `GaussNewton`, with products, samples and the dense matrix of small models.
 
     Raises:
-      ValueError: an argument is out of range, `batches` does not divide an array or `num_examples`, or `blocks` leaves
-        out parameters. Products raise it when they are traced, if no output is marked, if the loss depends on a
-        parameter but no marked output does, or if the number of examples is not clear.
+      ValueError: an argument is out of range, or `batches` does not divide an array or `num_examples`. Products raise
+        it when they are traced, if no output is marked, if the loss depends on a parameter but no marked output does,
+        or if the number of examples is not clear.
 
     References:
-      Martens, "Deep learning via Hessian-free optimization", ICML 2010; Ubaru, Chen and Saad, "Fast estimation of
-      tr(f(A)) via stochastic Lanczos quadrature", 2017, https://doi.org/10.1137/16M1104974
+      Martens, "Deep learning via Hessian-free optimization", ICML 2010.
     """
     check_given(batches=batches, num_examples=num_examples)
     if batches > 1:
@@ -142,16 +149,7 @@ def gauss_newton(
             length = shape[0] if shape else "a number among the data"
             if not shape or shape[0] % batches:
                 raise ValueError(f"batches={batches} does not divide {length}")
-    if blocks is not None:
-        check_type(
-            "blocks", blocks, BlockOperator, "what kfac.curvature.operator returns"
-        )
-        if len(blocks.blocks) < len(blocks.layers):
-            raise ValueError(
-                "blocks leaves out parameters, which the whole matrix has: find layers without skip="
-            )
     if num_examples is not None:
         num_examples //= batches
     data = jax.tree.map(jnp.asarray, data)
-    matrix = GaussNewton(params, data, loss_fn, num_examples, batches)
-    return MatrixFreeOperator((matrix,), (1.0,), 0.0, blocks)
+    return GaussNewton(params, data, loss_fn, num_examples, batches)

@@ -33,7 +33,7 @@ from kfac._optimizer.state import (
     find_state,
     match_leaves,
 )
-from kfac.curvature._matrix import Linear, scalar
+from kfac.curvature._matrix import Linear
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +80,7 @@ class Block:
         return Block(squares, self.values).turn_back(self.values)
 
     def to_dense(self) -> Array:
-        """Return dense matrices `[k, p, p]`, `p = d_in d_out`, in the `kron(A, G)` order of `kfac.curvature.exact`."""
+        """Return dense matrices `[k, p, p]`, `p = d_in d_out`; entry `(i_out, i_in)` has index `i_in d_out + i_out`."""
         k, d_out, d_in = self.values.shape
         p = d_out * d_in
         units = jnp.eye(p, dtype=self.values.dtype).reshape(p, 1, d_in, d_out).mT
@@ -127,19 +127,29 @@ class BlockOperator(Linear):
 
     def __mul__(self, scale: ArrayLike) -> BlockOperator:
         """Multiply the matrix by a number."""
-        s = scalar(scale)
-        return self.map(lambda values: jnp.multiply(s, values))
+        check_scalar(scale)
+        return self.map(lambda values: jnp.multiply(scale, values))
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Linear | ArrayLike) -> Any:
-        """Add another matrix, or a number times the identity, such as a prior's precision."""
-        if isinstance(other, Linear):
-            return super().__add__(other)
-        s = scalar(other)
-        return self.map(lambda values: jnp.add(s, values))
+    def __neg__(self) -> BlockOperator:
+        """Return the negated matrix."""
+        return self * -1.0
+
+    def __add__(self, shift: ArrayLike) -> BlockOperator:
+        """Add a number times the identity, such as a prior's precision."""
+        check_scalar(shift)
+        return self.map(lambda values: jnp.add(shift, values))
 
     __radd__ = __add__
+
+    def __sub__(self, shift: ArrayLike) -> BlockOperator:
+        """Subtract a number times the identity."""
+        return self + -1.0 * shift
+
+    def __rsub__(self, shift: ArrayLike) -> BlockOperator:
+        """Subtract the matrix from a number times the identity."""
+        return -self + shift
 
     def inv(self) -> BlockOperator:
         """Return the inverse. Zero eigenvalues become infinite; damping prevents this."""
@@ -195,11 +205,6 @@ class BlockOperator(Linear):
             )
         return self.blocks[name]
 
-    @property
-    def preconditioner(self) -> BlockOperator | None:
-        """The operator itself as the preconditioner for sums, or None if a layer has no block."""
-        return self if len(self.blocks) == len(self.layers) else None
-
     def shapes(self) -> Params:
         """Return the parameters' shapes, a tree of `jax.ShapeDtypeStruct`, with the common dtype of all blocks."""
         dtype = jnp.result_type(*(block.values for block in self.blocks.values()))
@@ -238,6 +243,15 @@ class BlockOperator(Linear):
         for layer, block in self._by_layer():
             leaves |= _leaves(layer, matrix_of(block))
         return _fill(self.shapes(), leaves)
+
+
+def check_scalar(value: ArrayLike) -> None:
+    """Raise a `TypeError` if a value is not a number."""
+    if isinstance(value, Linear) or jnp.ndim(value):
+        raise TypeError(
+            f"an operator is multiplied by and added to numbers only, but got {type(value).__name__}: "
+            "combine products instead, a @ v + b @ v"
+        )
 
 
 def _leaves(layer: Layer, matrix: Array) -> dict[str, Array]:

@@ -29,6 +29,7 @@ from test_sampled import (
 
 import kfac
 from checking import normal, rotations
+from exact import fisher_blocks
 from oracle import Hook, relative_error
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -80,7 +81,7 @@ def test_moments_of_sequences_are_unbiased(fisher):
     """As the blocks of vectors: on average over targets, or signs, they are those of the exact matrix."""
     params, x, loss = parameters(), normal(9, N, T, D), loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers))(params, x)
+    exact = jax.jit(fisher_blocks(loss, layers))(params, x)
     basis = rotations(layers)
     measure = jax.jit(functools.partial(function(loss, params, x, fisher=fisher), basis=basis))
     found = many(measure, params, x, draws=4000)
@@ -126,7 +127,7 @@ def test_marks_in_a_scan_and_one_prediction_for_many_positions():
 def test_moments_are_expected_too():
     params, x, loss = parameters(), normal(9, N, D), loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers))(params, x)
+    exact = jax.jit(fisher_blocks(loss, layers))(params, x)
     measure = jax.jit(kfac.value_and_grad(loss, layers, fisher="expected"))
     basis = kfac.curvature.eigenbasis(measure(params, x, fisher_key=KEY)[2], layers)
     factors = measure(params, x, fisher_key=KEY, basis=basis)[2]
@@ -137,7 +138,7 @@ def test_moments_are_expected_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("border_rows", [2 * N, 1])
 def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
-    """Two heads, and the interior and boundary with rows of their own: `kfac.curvature.exact` has the same sums."""
+    """Two heads, and the interior and boundary with rows of their own: `gauss_newton` has the same sums."""
     params, x, edge, ratio = parameters(), normal(9, N, D), normal(10, border_rows, D), 3 * N / border_rows
     variance = 0.5 + jnp.arange(OUT)
 
@@ -151,7 +152,7 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
         return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(ratio) * network(Hook(), p, edge)])
 
     layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(loss, layers, num_examples=N))(params, x, edge)
+    exact = jax.jit(fisher_blocks(loss, layers, num_examples=N))(params, x, edge)
     jacobian = jax.jit(jax.jacobian(plain))(params, x)
     j = jacobian["out"].reshape(-1, jacobian["out"].shape[-2] * jacobian["out"].shape[-1])
     assert relative_error(exact["out"], np.asarray(j.T @ j) / N) < 1e-9

@@ -9,6 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import kfac
+from exact import fisher_blocks
 
 pytestmark = pytest.mark.examples
 
@@ -114,7 +115,7 @@ def test_statistics_are_those_of_the_gradients_of_log_psi(vmc, small, x64):
     layers = kfac.find_layers(marked, params, x)
     slopes = jax.jit(jax.vmap(lambda x: jax.grad(log_psi)(params, atom, x)))(x)
     mean = jax.jit(jax.grad(marked))(params, x)
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(marked, layers))(params, x)
+    exact = jax.jit(fisher_blocks(marked, layers))(params, x)
     for name in ("one 0", "orbitals 1"):
         rows = jax.vmap(lambda tree: ravel_pytree(tree)[0])(slopes[name])
         second = rows.T @ rows / len(x)

@@ -86,7 +86,7 @@ FORMER = [
     ),
     ("kfac", "output", "mark_output"),
     ("kfac", "due", "statistics_due"),
-    ("kfac.curvature", "Matrix", "MatrixFreeOperator"),
+    ("kfac.curvature", "Matrix", "GaussNewton"),
     ("kfac.curvature", "Operator", "BlockOperator"),
     ("kfac.curvature", "averaged_factors", "factors_from_state"),
     ("kfac.curvature", "estimate", "estimate_factors"),

@@ -17,6 +17,7 @@ from jax import lax
 import kfac
 import kfac._statistics.moments
 from checking import FAST, check_moments, expected_moments, normal, rotations
+from exact import dense, empirical_blocks, error, fisher_blocks
 from oracle import example_gradients, relative_error
 
 N, T = 4, 3
@@ -331,22 +332,19 @@ def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
     _, _, factors = measure(params, *batch)
     basis = jax.jit(lambda factors: kfac.curvature.eigenbasis(factors, layers))(factors)
     _, _, factors = measure(params, *batch, basis=basis)
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(classifier, layers, fisher="empirical"))(params, *batch)
+    exact = empirical_blocks(classifier, layers, params, batch)
     for name, block in exact.items():
-        plain = kfac.curvature.exact.error(block, kfac.curvature.exact.dense(factors[name])).relative
-        corrected = kfac.curvature.exact.dense(factors[name], basis[name])
-        assert kfac.curvature.exact.error(block, corrected).relative <= plain * (1 + 1e-12)
+        plain = error(block, dense(factors[name])).relative
+        corrected = dense(factors[name], basis[name])
+        assert error(block, corrected).relative <= plain * (1 + 1e-12)
         for side, values in (("A", basis[name].A), ("G", basis[name].G)):
             q, factor = np.asarray(values), np.asarray(getattr(factors[name], side))
             np.testing.assert_allclose(q.T @ factor @ q, np.diag(np.diag(q.T @ factor @ q)), atol=1e-12)
         rng = np.random.default_rng(0)
         for _ in range(5):
             moved = factors[name].moments * jnp.asarray(rng.uniform(0.9, 1.1, factors[name].moments.shape))
-            other = kfac.curvature.exact.dense(dataclasses.replace(factors[name], moments=moved), basis[name])
-            assert (
-                kfac.curvature.exact.error(block, other).relative
-                >= kfac.curvature.exact.error(block, corrected).relative
-            )
+            other = dense(dataclasses.replace(factors[name], moments=moved), basis[name])
+            assert error(block, other).relative >= error(block, corrected).relative
 
 
 @pytest.mark.slow
@@ -363,7 +361,7 @@ def test_sampled_moments_have_the_mean_of_the_exact_fisher_matrix(x64):
         )
 
     factors = mean(jax.random.split(jax.random.key(0), 4000))
-    exact = jax.jit(kfac.curvature.exact.fisher_blocks(classifier, layers))(params, *batch)
+    exact = jax.jit(fisher_blocks(classifier, layers))(params, *batch)
     for name, block in exact.items():
         q = np.einsum("ai,gj->agij", basis[name].A, basis[name].G).reshape(block.shape)
         expected = np.diag(q.T @ np.asarray(block) @ q).reshape(factors[name].moments.shape[::-1]).T
