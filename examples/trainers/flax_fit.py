@@ -146,7 +146,7 @@ def fit_nnx(method: str, rate: float, steps: int, seed: int) -> tuple[float, lis
     """Train with `nnx.Optimizer`. Return the test accuracy and the loss of each step."""
     train, test = digits()
     model = Nnx(nnx.Rngs(seed))
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
 
     def pure_loss(params: Any, rest: Any, batch: Batch) -> jax.Array:
         return cross_entropy(nnx.merge(graph, params, rest)(batch[0]), batch[1])
@@ -157,7 +157,7 @@ def fit_nnx(method: str, rate: float, steps: int, seed: int) -> tuple[float, lis
 
     @nnx.jit
     def observe(model: Nnx, trainer: nnx.Optimizer, batch: Batch) -> None:
-        _, params, rest = nnx.split(model, nnx.Param, ...)
+        _, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
         statistics = kfac.statistics(pure_loss, layers, fraction=FRACTION)
         trainer.opt_state = kfac.observe(trainer.opt_state, statistics(params, rest, batch))
 
