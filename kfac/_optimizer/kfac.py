@@ -29,7 +29,6 @@ from kfac._distributed.distribution import Distribution
 from kfac._layers import UNREACHED, Layers
 from kfac._leaves import leaves_by_path, map_by_path
 from kfac._mesh import PyTree, mesh_of, on_mesh, replicate
-from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.scale_by_kfac import precondition_and_scale
 from kfac._optimizer.state import KfacState, find_state
@@ -198,8 +197,6 @@ def _by_layer(
 ) -> Mapping[str, float] | None:
     """Return the multipliers, keyed by the path of each layer's first parameter.
 
-    The first path is the same whether or not a wrapper such as `optax.masked` hides the layer's bias.
-
     Raises:
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
     """
@@ -318,23 +315,19 @@ def assemble(
     check_options(options, scaling, weight_decay, weight_decay_mask)
     before = scaling.learning_rate if scaling.lr_in_momentum else None
 
-    def build(layers):
-        skips = any(layer.kind == "skipped" for layer in layers)
-        parts = []
-        if scaling.momentum is not None and skips:
-            parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
-        if weight_decay is not None:
-            decay = weight_decay
-            if before is not None:
-                # The step already contains the negative learning rate.
-                decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
-            parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
-        if before is None:
-            parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
-        rest = optax.chain(*(parts or [optax.identity()]))
-        return _followed_by(precondition_and_scale(layers, scaling, options), rest)
-
-    return hide_masked_biases(layers, build)
+    preconditioned = precondition_and_scale(layers, scaling, options)
+    parts = []
+    if scaling.momentum is not None and any(x.kind == "skipped" for x in layers):
+        parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
+    if weight_decay is not None:
+        decay = weight_decay
+        if before is not None:
+            # The step already contains the negative learning rate.
+            decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
+        parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
+    if before is None:
+        parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
+    return _followed_by(preconditioned, optax.chain(*(parts or [optax.identity()])))
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:

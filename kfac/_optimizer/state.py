@@ -141,15 +141,13 @@ class Settings:
     """The optimizer's settings that `observe` needs. They contain no arrays and no schedules.
 
     Attributes:
-      layers: the layers, without biases that `optax.masked` or `optax.partition` hides from the optimizer.
-      found: the layers as `find_layers` returned them.
+      layers: the layers.
       preconditioner: the inverse for Kronecker blocks.
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes inverses when it receives statistics.
     """
 
     layers: Layers
-    found: Layers
     preconditioner: BlockPreconditioner
     distribution: Distribution
     refreshes: bool
@@ -163,7 +161,6 @@ class Settings:
         return hash(
             (
                 self.layers,
-                self.found,
                 self.preconditioner,
                 self.distribution,
                 self.refreshes,
@@ -262,7 +259,7 @@ def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
 
     They come from `init`, or from `find_layers` if `init` found no split parameters.
     """
-    return dict(state.param_specs.specs or state.settings.found.param_specs)
+    return dict(state.param_specs.specs or state.settings.layers.param_specs)
 
 
 def devices_of(state: KfacState) -> int:
@@ -292,7 +289,6 @@ def match_leaves(
     """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
     `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.
-    `arguments.hide_masked_biases` has already removed hidden biases from `layers`.
 
     Args:
       layers: the layers.

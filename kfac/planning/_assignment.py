@@ -108,7 +108,7 @@ class Assignment:
         config = Config(
             self.layers, self.groups, self.kind, comm, ScalingConfig(momentum=0.9)
         )
-        settings = Settings(self.layers, self.layers, self.kind, Distribution(), True)
+        settings = Settings(self.layers, self.kind, Distribution(), True)
         state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
 
         def in_blocks(states):
