@@ -291,7 +291,6 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     ),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
     **_rules(check_choice, "step_norm", ("spectral",)),
-    **_rules(check_choice, "gradients", ("averaged", "local", "split")),
 }
 
 

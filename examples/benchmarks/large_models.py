@@ -143,11 +143,8 @@ def compiled(loss, layers, params, batch, devices, which):
 def main():
     loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
     layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_factor_dim=OPTIONS.max_factor_dim)
-    for gradients in ("averaged", "split"):
-        print(f"{OPTIONS.model}, parameters {'split' if gradients == 'split' else 'whole'}:")
-        print(
-            kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices, gradients=gradients), end="\n\n"
-        )
+    print(f"{OPTIONS.model}, parameters whole:")
+    print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices), end="\n\n")
     for which in OPTIONS.compile:
         found = compiled(loss, layers, params, of_examples(batch, OPTIONS.devices), OPTIONS.devices, which)
         held, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes

@@ -109,7 +109,7 @@ def test_a_class_without_parentheses_is_a_type_error(transform, options):
 
 def test_the_plan_counts_what_it_keeps():
     full, half = (
-        kfac.planning.Assignment(layers(), preconditioner=Diagonal(p)).memory_per_device
+        kfac.planning.plan(layers(), devices=1, preconditioner=Diagonal(p)).memory["state"]
         for p in ("float32", "bfloat16")
     )
     unitwise = 4 * 2 * 2 + 4
@@ -148,7 +148,7 @@ def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
         state.blocks["gradient_scalar_4x1"].factors.F.ravel(), jnp.mean(grads["offset"] ** 2), rtol=1e-6
     )
     np.testing.assert_allclose(updates["offset"], grads["offset"] / (jnp.mean(grads["offset"] ** 2) + 0.5), rtol=1e-5)
-    assert kfac.planning.Assignment(found, 2, kfac.Cholesky()).memory_per_device > 0
+    assert kfac.planning.plan(found, devices=2, preconditioner=kfac.Cholesky()).memory["state"] > 0
 
 
 @dataclasses.dataclass(frozen=True)
