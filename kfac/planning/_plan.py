@@ -334,7 +334,7 @@ class _Blocks:
           buckets: the largest number of messages.
         """
         total = 0
-        whole = {n: self.assignments[n].blocks * size for n, size in sizes.items()}
+        whole = {n: self.assignments[n].blocks * k for n, k in sizes.items() if k}
         for names in make_buckets(whole, buckets):
             layout = make_message_layout(self.assignments, {n: sizes[n] for n in names})
             evenly = sum(self.assignments[n].full * sizes[n] for n in names)

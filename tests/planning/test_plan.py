@@ -108,7 +108,7 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
     text = str(kfac.planning.plan(resnet50, devices=4096, batch=131072))
     assert time.process_time() - began < 4
-    for word in ("ASSUMED", "predicted", "memory of a device", "fits into 80.0 GB", "statistics every 16"):
+    for word in ("ASSUMED", "predicted", "memory of a device", "fits into 80.0 GB", "statistics every 7"):
         assert word in text
 
 
