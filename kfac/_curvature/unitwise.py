@@ -11,7 +11,6 @@ from jax import Array
 
 from kfac._curvature.preconditioner import BlockPreconditioner, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
-from kfac._layers import BlockKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,21 +113,3 @@ class Channels(Unitwise):
     """The state of `ChannelPreconditioner`: the inverses, and the `ChannelPreconditioner` that computed them."""
 
     preconditioner: ChannelPreconditioner = dataclasses.field(metadata={"static": True})
-
-
-class UnitwiseKind(BlockKind):
-    """A `p` x `p` block for each of `d_out` channels. A layer's channels form one block in a stack."""
-
-    name = "unitwise"
-    statistics = Unitwise
-
-    def shapes(self, layer):
-        return {"F": (layer.d_out, layer.d_in, layer.d_in)}
-
-    def of_gradients(self, shapes, gradients):
-        """Return the squared gradients as 1 x 1 blocks."""
-        return Unitwise(jnp.square(gradients.mT)[..., None])
-
-    def preconditioner(self, preconditioner):
-        """Return the closed-form inverse with the same `precision` and `relative` as `preconditioner`."""
-        return ChannelPreconditioner(preconditioner.precision, preconditioner.relative)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged, finite
 from kfac._curvature.refresh import once_if, refresh
 from kfac._distributed.comm import CommContext
-from kfac._factors import Average, Factors, Kronecker, Statistics
+from kfac._factors import Average, Factors, Kronecker, Packed, Statistics
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import StepContext, join
@@ -143,14 +144,19 @@ def stack_packed(
             continue
         sent = {}
         for layer in group.layers:
-            shapes = tuple(layer.side_shapes.values())
-            packed = factors[layer.name].packed(shapes, mean, dtype)
-            sent[layer.name] = group.block.to_send(layer, packed, fill)
+            block: Any = factors[layer.name]
+            if group.owned:
+                shapes = tuple(layer.side_shapes.values())
+                block = to_send(layer, block.packed(shapes, mean, dtype), fill)
+            sent[layer.name] = block
         moments = group.moments(config.preconditioner)
         if moments is not None:
             moments = fill(jnp.zeros(math.prod(moments))).shape
-        stack = group.stack_factors(Factors(sent), moments)
-        stacks[group.name] = group.block.sent(group.shapes, stack)
+        stack: Any = group.stack_factors(Factors(sent), moments)
+        if group.owned:
+            one_piece = jax.tree.map(lambda x: x[:, None], stack)
+            stack = Packed(one_piece, tuple(group.shapes.values()))
+        stacks[group.name] = stack
     return stacks
 
 
@@ -182,7 +188,7 @@ def update_ema(
             statistics = stacks.statistics[name].unpacked()
         else:
             gradients = stacks.gradients[name]
-            statistics = group.block.of_gradients(group.shapes, gradients)
+            statistics = group.of_gradients(gradients)
         # Statistics also count as non-finite if their squares overflow. A batch with such large statistics would
         # dominate the average for hundreds of steps.
         flags = [finite(x * x) for x in jax.tree.leaves(statistics)]

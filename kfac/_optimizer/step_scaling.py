@@ -184,9 +184,9 @@ def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         keeps_rows = scaling.step_norm is not None and layer.kind == "embedding"
-        kernel = group.block.kernel and not keeps_rows
+        kernel = group.owned and not keeps_rows
         rows = layer.layouts[0].size("in")
-        height = layer.block_shapes["A"][0]
+        height = -(-layer.d_in // layer.num_blocks[0])
         widths = np.clip(rows - height * np.arange(layer.num_blocks[0]), 0, height)
         size = np.full(count, kernel * rows * layer.d_out)
         length = np.full(count, scaling.length(layer, kernel))
