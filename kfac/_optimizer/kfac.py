@@ -27,7 +27,7 @@ from kfac._curvature.soap import SOAP
 from kfac._distributed.cost_model import OVERHEAD, affordable
 from kfac._distributed.distribution import Distribution
 from kfac._layers import UNREACHED, Layers
-from kfac._leaves import leaves_by_path, map_by_path
+from kfac._leaves import map_by_path
 from kfac._mesh import PyTree, mesh_of, on_mesh, replicate
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.scale_by_kfac import precondition_and_scale
@@ -366,39 +366,25 @@ def momentum_beside_blocks(
     scaling: ScalingConfig,
 ) -> Optimizer:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    paths: set[str] = set()
     for layer in layers:
         if layer.kind == "skipped" and layer.note != UNREACHED:
-            shapes |= zip(layer.params, layer.shapes, strict=True)
+            paths.update(layer.params)
 
-    def init(params):
-        leaves = leaves_by_path(params)
-        # `optax.tree.map_params` passes a placeholder without leaves.
-        if not jax.tree.leaves(params):
-            leaves = {path: jnp.zeros(shape) for path, shape in shapes.items()}
-        trace = {}
-        for path, leaf in leaves.items():
-            if path in shapes:
-                trace[path] = jnp.zeros_like(leaf, _wide(leaf))
-        return optax.TraceState(trace)
+    def mask(tree):
+        return map_by_path(lambda path, _: path in paths, tree)
+
+    def momentum(decay):
+        trace = optax.trace(decay, scaling.nesterov, layers.dtype)
+        return optax.masked(trace, mask)
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        factor: float | Array = 1
         if scaling.lr_in_momentum:
-            factor = -value_at(scaling.learning_rate, count)
-        leaves = {}
-        for path, leaf in leaves_by_path(updates).items():
-            if path in state.trace:
-                leaves[path] = (factor * leaf).astype(_wide(leaf))
-        present = optax.TraceState({path: state.trace[path] for path in leaves})
-        momentum = optax.trace(value_at(decay, count), scaling.nesterov)
-        moved, present = momentum.update(leaves, present)
-        new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
-        return new, optax.TraceState(state.trace | present.trace)
+            rate = value_at(scaling.learning_rate, count)
+            updates = map_by_path(
+                lambda path, leaf: -rate * leaf if path in paths else leaf, updates
+            )
+        return momentum(value_at(decay, count)).update(updates, state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _wide(leaf: Array) -> jnp.dtype:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
+    return optax.GradientTransformationExtraArgs(momentum(0.0).init, update)
