@@ -164,10 +164,9 @@ def _rules(
     names: str,
     *arguments: Any,
 ) -> dict[str, Callable[[str, Any], None]]:
-    def check_option(name, value):
-        check(name, value, *arguments)
-
-    return dict.fromkeys(names.split(), check_option)
+    return dict.fromkeys(
+        names.split(), lambda name, value: check(name, value, *arguments)
+    )
 
 
 def check_fraction(

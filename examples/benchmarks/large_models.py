@@ -13,6 +13,7 @@ refresh (`full`). XLA keeps more temporary copies on CPUs than on GPUs.
 """
 
 import argparse
+import dataclasses
 import os
 
 if __name__ == "__main__":
@@ -93,9 +94,9 @@ def seeing(state, params):
     specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
 
     def own(node):
-        return (
-            node._replace(param_specs=type(node.param_specs)(specs)) if isinstance(node, kfac.state.KfacState) else node
-        )
+        if not isinstance(node, kfac.state.KfacState):
+            return node
+        return node._replace(settings=dataclasses.replace(node.settings, param_specs=specs))
 
     return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,7 +23,7 @@ class ChannelPreconditioner(BlockPreconditioner):
     def init(self, factors):
         """Return identities shaped like the statistics."""
         dtype = self.state_dtype(factors.F.dtype)
-        return Channels(identities(factors.F.shape, dtype), self)
+        return Unitwise(identities(factors.F.shape, dtype))
 
     def refresh(self, state, factors, damping):
         """Invert all channels in closed form."""
@@ -105,11 +104,3 @@ def _inverse_2x2(
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
     return Inverted(inverse, condition, definite)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Channels(Unitwise):
-    """The state of `ChannelPreconditioner`: the inverses, and the `ChannelPreconditioner` that computed them."""
-
-    preconditioner: ChannelPreconditioner = dataclasses.field(metadata={"static": True})

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kfac._curvature.blocks import Group
 from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged, finite
 from kfac._curvature.refresh import once_if, refresh
@@ -62,7 +63,7 @@ def observe_here(
     left_out: Vectors = {}
     failed: Vectors = {}
     if statistics is None:
-        state, failed = refresh_inverses(comm, state)
+        state, failed = refresh_inverses(config, state)
         state = state._replace(refreshed=state.count)
     else:
         if isinstance(statistics, Factors):
@@ -72,7 +73,7 @@ def observe_here(
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
             due = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(comm, state, due)
+            state, failed = refresh_inverses(config, state, due)
             refreshed = jnp.where(due, state.count, state.refreshed)
             state = state._replace(refreshed=refreshed)
         state = state._replace(
@@ -215,7 +216,7 @@ def update_ema(
 
 
 def refresh_inverses(
-    comm: CommContext,
+    config: Config,
     state: KfacState,
     needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
@@ -224,13 +225,14 @@ def refresh_inverses(
     XLA updates the stacks in place.
 
     Args:
-      comm: how blocks lie on devices.
+      config: the fixed settings.
       state: the state before.
       needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
+    comm = config.comm
     assignments = assignments_of(state)
     wanted = {}
     none_failed = {}
@@ -247,8 +249,9 @@ def refresh_inverses(
     def refreshed(old):
         new = old[0]
         failed = {}
-        for name in wanted:
-            new, failed[name] = refresh_group(comm, state, new, name, wanted[name])
+        for group in config.groups:
+            flags = wanted[group.name]
+            new, failed[group.name] = refresh_group(config, group, state, new, flags)
         return new._replace(bases=gather_bases(comm, new)), failed
 
     if needed is None:
@@ -257,30 +260,31 @@ def refresh_inverses(
 
 
 def refresh_group(
-    comm: CommContext,
+    config: Config,
+    group: Group,
     state: KfacState,
     new: KfacState,
-    name: str,
     wanted: Array,
 ) -> tuple[KfacState, Array]:
     """Refresh the inverses of a group.
 
     Args:
-      comm: how blocks lie on devices.
+      config: the fixed settings.
+      group: the group.
       state: the state before the refresh.
       new: the state with the groups that are already refreshed.
-      name: the group's name.
       wanted: which blocks to refresh, `[k]`.
 
     Returns:
       `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
     """
+    comm = config.comm
+    name = group.name
     block = state.blocks[name]
     old = part_of(new, comm, name, "preconditioner")
-    preconditioner = state.settings.preconditioner
+    preconditioner = group.preconditioner_of(config.preconditioner)
     damping = state.observe_damping
-    if name in state.shared:
-        preconditioner = old.preconditioner
+    if not group.owned:
         damping = damping * state.unitwise_damping_scale
     factors = part_of(new, comm, name, "factors")
     result = refresh(preconditioner, old, factors, wanted, damping)

@@ -129,14 +129,6 @@ class Owned:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class ParamSpecs:
-    """Paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh; otherwise empty."""
-
-    specs: tuple[tuple[str, PartitionSpec], ...] = ()
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
 class Settings:
     """The optimizer's settings that `observe` needs. They contain no arrays and no schedules.
 
@@ -145,12 +137,15 @@ class Settings:
       preconditioner: the inverse for Kronecker blocks.
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes inverses when it receives statistics.
+      param_specs: paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh's automatic
+        axes. Arrays do not show this split under `jit`.
     """
 
     layers: Layers
     preconditioner: BlockPreconditioner
     distribution: Distribution
     refreshes: bool
+    param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -164,6 +159,7 @@ class Settings:
                 self.preconditioner,
                 self.distribution,
                 self.refreshes,
+                self.param_specs,
             )
         )
 
@@ -191,8 +187,6 @@ class KfacState(NamedTuple):
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
       metrics: scalars of the last step.
-      param_specs: how parameters are split over a mesh's automatic axes. Static, because arrays do not show this split
-        under `jit`.
       settings: the optimizer's settings that `observe` needs. Static.
     """
 
@@ -212,7 +206,6 @@ class KfacState(NamedTuple):
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
-    param_specs: ParamSpecs
     settings: Settings
 
     @property
@@ -259,7 +252,7 @@ def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
 
     They come from `init`, or from `find_layers` if `init` found no split parameters.
     """
-    return dict(state.param_specs.specs or state.settings.layers.param_specs)
+    return dict(state.settings.param_specs or state.settings.layers.param_specs)
 
 
 def devices_of(state: KfacState) -> int:
