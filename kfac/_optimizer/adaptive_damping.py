@@ -141,12 +141,7 @@ def adaptive_damping(
     def init(params):
         damping = jnp.asarray(initial, jnp.float32)
         inner_state = optimizer(damping).init(params)
-        states = find_nodes(inner_state, KfacState)
-        if any(state.settings.preconditioner.relative for state in states):
-            raise ValueError(
-                "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
-                "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
-            )
+        _check_absolute(inner_state)
         ratio, again = _unmeasured()
         # Two separate zeros, so that both can be donated.
         count = jnp.zeros((), jnp.int32)
@@ -184,11 +179,7 @@ def adaptive_damping(
         # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
         # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
-        # The next `observe` computes inverses with the new damping.
-        inner_state = on_states(
-            lambda x: x._replace(observe_damping=x.observe_damping * new / damping),
-            inner_state,
-        )
+        inner_state = _scale_damping(inner_state, new / damping)
         return changes, AdaptiveDampingState(
             count, new, ratio, inner_state, state.rejected_steps + worse, worse
         )
@@ -205,6 +196,16 @@ def _check_optimizer(optimizer: object) -> None:
         )
 
 
+def _check_absolute(inner_state: Any) -> None:
+    """Raise a `ValueError` if an inverse in the optimizer's state is `relative`."""
+    states = find_nodes(inner_state, KfacState)
+    if any(state.settings.preconditioner.relative for state in states):
+        raise ValueError(
+            "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
+            "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
+        )
+
+
 def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> None:
     """Raise a `ValueError` if `update` lacks the loss or some of the parameters."""
     if params is None or value_fn is None:
@@ -217,6 +218,13 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
             "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
             "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
         )
+
+
+def _scale_damping(inner_state: Any, factor: Array) -> Any:
+    """Scale the damping with which the next `observe` computes inverses."""
+    return on_states(
+        lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
+    )
 
 
 def _unmeasured() -> tuple[Array, Array]:

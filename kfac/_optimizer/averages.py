@@ -14,7 +14,7 @@ from jax import Array, lax
 from kfac._curvature.blocks import Group
 from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged, finite
-from kfac._curvature.refresh import once_if, refresh
+from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
 from kfac._factors import Average, Factors, Kronecker, Packed, Statistics
 from kfac._mesh import as_varying, device_axes, varying_axes
@@ -254,9 +254,18 @@ def refresh_inverses(
             new, failed[group.name] = refresh_group(config, group, state, new, flags)
         return new._replace(bases=gather_bases(comm, new)), failed
 
+    old = state, none_failed
     if needed is None:
-        return refreshed((state, none_failed))
-    return once_if(needed, refreshed, (state, none_failed))
+        return refreshed(old)
+
+    # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all inverses
+    # in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads one
+    # predicate for a loop as well as for a conditional.
+    def once(now):
+        needed, old = now
+        return needed & False, refreshed(old)
+
+    return lax.while_loop(lambda now: now[0], once, (needed, old))[1]
 
 
 def refresh_group(

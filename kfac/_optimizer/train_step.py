@@ -140,7 +140,8 @@ class TrainStep:
             return call
 
         def init(params):
-            return self._optimizer(self._find_layers(params, (), {})).init(params)
+            layers = self._find_layers(params, (), {})
+            return kfac(self.learning_rate, layers, **self.options).init(params)
 
         return {
             "init": compiled(init),
@@ -168,9 +169,6 @@ class TrainStep:
                 **kwargs,
             )
         return self.layers[shapes]
-
-    def _optimizer(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
-        return kfac(self.learning_rate, layers, **self.options)
 
     def _in_parts(
         self,
@@ -227,7 +225,8 @@ class TrainStep:
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         measure = self._in_parts(measure, layers, self.num_microbatches)
         value, grads = measure(params, *args, **kwargs)
-        updates, opt_state = self._optimizer(layers).update(grads, opt_state, params)
+        tx = kfac(self.learning_rate, layers, **self.options)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
 

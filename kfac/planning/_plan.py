@@ -94,7 +94,6 @@ class Plan:
       flops: FLOPs of the busiest device, by part.
       messages: bytes that a device sends, by part: the all-reduce of the gradients, the gather of the preconditioned
         gradients, the statistics on the way to the blocks' owners, and `EKFAC`'s new bases.
-      seconds: predicted time, by part.
       memory: bytes of a device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
         `"statistics"` of a step, which are packed on several devices. Activations are not included.
     """
@@ -106,8 +105,18 @@ class Plan:
     inverse_update_period: int
     flops: dict[str, float]
     messages: dict[str, float]
-    seconds: dict[str, float]
     memory: dict[str, int]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Predicted time, by part."""
+        hardware = self.hardware
+        seconds = {}
+        for part, flops in self.flops.items():
+            rate = hardware.inversion_flops if part == "refresh" else hardware.flops
+            sent = self.messages[part] / hardware.bandwidth
+            seconds[part] = flops / rate + sent
+        return seconds
 
     @property
     def fits(self) -> bool:
@@ -117,14 +126,16 @@ class Plan:
     @property
     def extra_seconds(self) -> float:
         """Seconds that K-FAC adds to a mean step."""
+        seconds = self.seconds
         return (
-            self.seconds["preconditioning"]
-            + self.seconds["statistics"] / self.statistics_period
-            + self.seconds["refresh"] / self.inverse_update_period
+            seconds["preconditioning"]
+            + seconds["statistics"] / self.statistics_period
+            + seconds["refresh"] / self.inverse_update_period
         )
 
     def __repr__(self) -> str:
         hardware = self.hardware
+        seconds = self.seconds
         lines = [
             f"{self.devices:,} device(s), batch {self.batch:,}; ASSUMED of a device, in a second: "
             f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in refreshes, "
@@ -134,14 +145,14 @@ class Plan:
         for part, flops in self.flops.items():
             sent = format_bytes(self.messages[part])
             lines.append(
-                f"{part:<16}{flops:>18.3g}{sent:>10}{1e3 * self.seconds[part]:>14.3f}"
+                f"{part:<16}{flops:>18.3g}{sent:>10}{1e3 * seconds[part]:>14.3f}"
             )
         memory = [f"{part} {format_bytes(size)}" for part, size in self.memory.items()]
         fits = "fits into" if self.fits else "DOES NOT FIT into"
         lines += [
             f"memory of a device without activations: {', '.join(memory)}; {fits} {format_bytes(hardware.memory)}",
             f"statistics every {self.statistics_period} and refreshes every {self.inverse_update_period} step(s): "
-            f"{1e3 * self.extra_seconds:.3g} ms more than {1e3 * self.seconds['gradients']:.3g} ms",
+            f"{1e3 * self.extra_seconds:.3g} ms more than {1e3 * seconds['gradients']:.3g} ms",
         ]
         return "\n".join(lines)
 
@@ -217,10 +228,6 @@ def plan(
         "gradients": blocks.all_reduced(gradients),
         **blocks.messages,
     }
-    seconds = {}
-    for part, count in flops.items():
-        rate = hardware.inversion_flops if part == "refresh" else hardware.flops
-        seconds[part] = count / rate + messages[part] / hardware.bandwidth
     memory = {
         "parameters": gradients,
         "gradients": gradients,
@@ -235,7 +242,6 @@ def plan(
         inverse_update_period or every,
         flops,
         messages,
-        seconds,
         memory,
     )
 
