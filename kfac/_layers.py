@@ -178,9 +178,8 @@ class Layer:
         a, g = self.num_blocks
         rows = math.ceil(self.d_out / g)
         columns = math.ceil(self.d_in / a)
-        # The matrix lacks its last column if the bias belongs to another optimizer.
         below = g * rows - self.d_out
-        right = a * columns - matrix.shape[2]
+        right = a * columns - self.d_in
         matrix = pad_end(matrix, below, right)
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)

@@ -17,13 +17,13 @@ PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Tokens and lines are counted without docstrings, comments and blank lines. Lower a limit whenever the
 # package gets below it.
-TOKENS = 110_120
-CORE_TOKENS = 95_900
+TOKENS = 106_320
+CORE_TOKENS = 94_120
 TOKENS_PER_LINE = 8.8
 ANY_SHARE = 0.05  # arguments whose annotation contains `Any`, as a share of all annotated arguments
 FUNCTION = 60  # lines of a function
 MODULE = 500  # lines of a module
-INSIDE = 21  # test files that import private modules
+INSIDE = 20  # test files that import private modules
 # The modules that may read equations.
 READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters", "primitives", "axis_rules", "replay")}
 

@@ -195,7 +195,7 @@ def _by_layer(
     multipliers: Mapping[str, float] | None,
     layers: Layers,
 ) -> Mapping[str, float] | None:
-    """Return the multipliers, keyed by the path of each layer's first parameter.
+    """Return the multipliers, keyed by layer name.
 
     Raises:
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
@@ -203,10 +203,10 @@ def _by_layer(
     check_given(layer_multipliers=multipliers)
     if multipliers is None or not layers.paths:
         return multipliers
-    first_paths: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for layer in layers.with_blocks:
-        first_paths |= dict.fromkeys(layer.params, layer.params[0])
-    with_block = set(map(layers.paths.index, first_paths))
+        name_of |= dict.fromkeys(layer.params, layer.name)
+    with_block = set(map(layers.paths.index, name_of))
     found: dict[str, float] = {}
     for pattern, factor in multipliers.items():
         named = matching(
@@ -216,7 +216,7 @@ def _by_layer(
             with_block,
             "parameter with a block",
         )
-        matched = {first_paths[layers.paths[k]] for k in named & with_block}
+        matched = {name_of[layers.paths[k]] for k in named & with_block}
         new = matched - found.keys()
         if not new:
             raise ValueError(

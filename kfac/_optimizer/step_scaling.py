@@ -38,7 +38,7 @@ class ScalingConfig:
       step_norm: see `kfac.kfac`.
       trust_ratio: see `kfac.kfac`.
       adaptive_layer_rates: whether each block adapts its own multiplier of the learning rate.
-      layer_multipliers: multipliers for the steps of some layers, keyed by the layers' first paths.
+      layer_multipliers: multipliers for the steps of some layers, by layer name.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -79,7 +79,7 @@ class ScalingConfig:
 
         The length is the spectral norm for a kernel, and the root mean square otherwise.
         """
-        multiplier = (self.layer_multipliers or {}).get(layer.params[0], 1.0)
+        multiplier = (self.layer_multipliers or {}).get(layer.name, 1.0)
         if not kernel:
             return multiplier * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
