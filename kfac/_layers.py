@@ -151,7 +151,7 @@ class Layer:
 
     @property
     def block_shapes(self) -> FactorShapes:
-        """Shapes of one block's statistics: `[d, d]` for each factor, `[d]` if it is diagonal, or `[d_out, p, p]`."""
+        """Shapes of one block's statistics, `[d, d]` for a factor, `[d]` if it is diagonal, or `[d_out, p, p]`."""
         if not self.kronecker:
             return {"F": (self.d_out, self.d_in, self.d_in)}
         a, g = self.num_blocks
