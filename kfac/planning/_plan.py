@@ -204,7 +204,7 @@ def plan(
         hardware = HARDWARE[hardware]
     batch = layers.num_examples if batch is None else batch
     check(devices=devices, batch=batch, overhead=overhead)
-    assert batch
+    assert batch  # for mypy, because `check` refuses None
     check_given(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
     )

@@ -188,5 +188,6 @@ def test_resnet50_on_eight_devices_counted_from_compiled_programs():
     # An all-reduce of `n` bytes sends `2 * 7 / 8 * n`.
     sent = {part: size / 2 * 8 / 7 for part, size in eight["predicted_messages"].items()}
     assert abs(added["sent"] - sent["statistics"]) < 0.01 * added["sent"]
-    assert abs(ordinary["sent"] - sent["gradients"] - sent["preconditioning"]) < 0.01 * ordinary["sent"]
+    # The gradients arrive averaged.
+    assert abs(ordinary["sent"] - sent["preconditioning"]) < 0.01 * ordinary["sent"]
     assert abs(eight["state_bytes_with_momentum"] - eight["predicted_state_bytes"]) < 1000
