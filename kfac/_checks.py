@@ -164,10 +164,9 @@ def _rules(
     names: str,
     *arguments: Any,
 ) -> dict[str, Callable[[str, Any], None]]:
-    def check_option(name, value):
-        check(name, value, *arguments)
-
-    return dict.fromkeys(names.split(), check_option)
+    return dict.fromkeys(
+        names.split(), lambda name, value: check(name, value, *arguments)
+    )
 
 
 def check_fraction(
@@ -291,7 +290,6 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     ),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
     **_rules(check_choice, "step_norm", ("spectral",)),
-    **_rules(check_choice, "gradients", ("averaged", "local", "split")),
 }
 
 

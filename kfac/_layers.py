@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from kfac._packing import Shape, pad_end, pieces_along
 
 FactorShapes = dict[str, Shape]
 KRONECKER_KINDS = ("dense", "conv", "embedding")
-UNITWISE_KINDS = ("unitwise", "diagonal")
 # Factors with more rows than the default bound become diagonal blocks, and vocabularies become diagonal.
 MAX_DIM = 8192
 VOCABULARY = 30_000
@@ -33,102 +31,6 @@ class UnsupportedLayerError(ValueError):
 
         layers = kfac.find_layers(loss_fn, params, batch, strict=True)
     """
-
-
-class BlockKind(abc.ABC):
-    """A kind of block, as layers, groups and the optimizer use it.
-
-    To add a kind, write a file like `_curvature/unitwise.py` and an entry in `BLOCKS`. The statistics of a kind are a
-    `kfac._factors.Statistics`. A stack holds the statistics of `k` blocks of equal shape along its leading axis.
-
-    Attributes:
-      name: the kind's name, as it appears in the names of its groups.
-      statistics: the type of its statistics.
-      owned: whether each block has an owner among the devices. Otherwise every device has all blocks,
-        `unitwise_damping_scale` scales their damping, and the state of an inverse has an attribute `preconditioner`,
-        the `BlockPreconditioner` that made it.
-      kernel: whether a block is a kernel or a piece of a kernel. Otherwise each row of its matrix is a leaf.
-      captured: whether the statistics come from the loss. Otherwise the optimizer forms them from gradients.
-    """
-
-    name: ClassVar[str]
-    statistics: ClassVar[Any]
-    owned: ClassVar[bool] = False
-    kernel: ClassVar[bool] = False
-    captured: ClassVar[bool] = True
-
-    @abc.abstractmethod
-    def shapes(self, layer: Layer) -> FactorShapes:
-        """Return the shapes of one block's statistics."""
-
-    @abc.abstractmethod
-    def of_gradients(self, shapes: FactorShapes, gradients: Array) -> Any:
-        """Form gradient factors from averaged gradients.
-
-        Args:
-          shapes: the shapes of one block's statistics.
-          gradients: the averaged gradients `[k, d_in, d_out]`.
-        """
-
-    def preconditioner(self, preconditioner: Any) -> Any:
-        """Return the `BlockPreconditioner` of these blocks, given the user's `preconditioner`."""
-        return preconditioner
-
-    def layer_shapes(self, layer: Layer) -> FactorShapes:
-        """Return the shapes of a layer's captured statistics."""
-        return self.shapes(layer)
-
-    def sizes(self, layer: Layer) -> tuple[int, int]:
-        """Return `d_in` and `d_out` of one block's matrix."""
-        return layer.d_in, layer.d_out
-
-    def count(self, layer: Layer) -> int:
-        """Return the number of a layer's blocks."""
-        return 1
-
-    def cells(self, layer: Layer) -> tuple[str, str]:
-        """Return the cells for `A` and `G` in the table of layers."""
-        return "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
-
-    def stack(self, layer: Layer, block: Any) -> Any:
-        """Return the statistics of a layer as a stack of its blocks."""
-        return jax.tree.map(lambda x: x[None], block)
-
-    def unstack(self, layer: Layer, stack: Any) -> Any:
-        """Undo `stack`."""
-        return jax.tree.map(lambda x: x[0], stack)
-
-    def scaled(self, factors: Any, back: bool = False) -> Any:
-        """Scale gradient factors.
-
-        Args:
-          factors: running averages of the results of `of_gradients`, as a stack.
-          back: whether to undo the scaling.
-        """
-        return factors
-
-    def to_send(self, layer: Layer, packed: Any, fill: Callable[[Any], Any]) -> Any:
-        """Return a layer's part of its group's message.
-
-        Args:
-          layer: the layer.
-          packed: its packed statistics.
-          fill: pads a vector with zeros.
-        """
-        return packed
-
-    def sent(self, shapes: FactorShapes, stack: Any) -> Any:
-        """Return the received stack as statistics, which are still to be `unpacked`.
-
-        Args:
-          shapes: the shapes of one block's statistics.
-          stack: the stacked results of `to_send`.
-        """
-        return stack
-
-
-# The kinds by `Layer.kind`. `_curvature/blocks.py` adds the entries.
-BLOCKS: dict[str, BlockKind] = {}
 
 
 def _not_compared(default: Any) -> Any:
@@ -202,17 +104,9 @@ class Layer:
         return gradient or self.kind in KRONECKER_KINDS
 
     @property
-    def block(self) -> Any:
-        """The layer's `BlockKind`. None for a skipped layer."""
-        if self.kind == "gradient-factors" and self.d_in == 1:
-            return BLOCKS["diagonal"]
-        return BLOCKS.get(self.kind)
-
-    @property
     def captured(self) -> bool:
         """Whether a `Factors` holds statistics for this layer, captured in the loss."""
-        formed = self.kind == "gradient-factors"
-        return bool(self.block) and self.block.captured and not formed
+        return self.kind not in ("gradient-factors", "skipped")
 
     @property
     def has_bias(self) -> bool:
@@ -227,7 +121,12 @@ class Layer:
     @property
     def factor_shapes(self) -> FactorShapes:
         """Shapes of the layer's statistics, as in a `Factors`. Empty for a skipped layer."""
-        return self.block.layer_shapes(self) if self.block else {}
+        if self.kind == "skipped":
+            return {}
+        if not self.kronecker:
+            return self.block_shapes
+        lead = (self.copies,) if self.stacked else ()
+        return {name: (*lead, *shape) for name, shape in self.side_shapes.items()}
 
     @property
     def supports_ekfac(self) -> bool:
@@ -247,12 +146,14 @@ class Layer:
     @property
     def inverse_flops(self) -> int:
         """Work to invert one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
-        shapes = self.block.shapes(self).values() if self.block else ()
+        shapes = self.block_shapes.values()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 
     @property
     def block_shapes(self) -> FactorShapes:
-        """Factor shapes of one Kronecker block, `[d, d]`, or `[d]` if the factor is diagonal."""
+        """Shapes of one block's statistics, `[d, d]` for a factor, `[d]` if it is diagonal, or `[d_out, p, p]`."""
+        if not self.kronecker:
+            return {"F": (self.d_out, self.d_in, self.d_in)}
         a, g = self.num_blocks
         sizes = {"A": math.ceil(self.d_in / a), "G": math.ceil(self.d_out / g)}
         shapes: FactorShapes = {}
@@ -277,9 +178,8 @@ class Layer:
         a, g = self.num_blocks
         rows = math.ceil(self.d_out / g)
         columns = math.ceil(self.d_in / a)
-        # The matrix lacks its last column if the bias belongs to another optimizer.
         below = g * rows - self.d_out
-        right = a * columns - matrix.shape[2]
+        right = a * columns - self.d_in
         matrix = pad_end(matrix, below, right)
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)
@@ -418,12 +318,12 @@ class Layers(Sequence[Layer]):
     @property
     def with_blocks(self) -> tuple[Layer, ...]:
         """The layers that are preconditioned, which are all except skipped layers."""
-        return tuple(layer for layer in self.blocks if layer.block)
+        return tuple(layer for layer in self.blocks if layer.kind != "skipped")
 
     @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
         """Paths of the skipped layers' leaves."""
-        skipped = [layer.params for layer in self.blocks if not layer.block]
+        skipped = [layer.params for layer in self.blocks if layer.kind == "skipped"]
         return frozenset().union(*skipped)
 
     def __repr__(self) -> str:
@@ -471,7 +371,7 @@ def _cells(layer: Layer, memory: str) -> list[str]:
     remarks = []
     for path, shape in zip(layer.params, layer.shapes, strict=True):
         leaves.append(f"{path.removeprefix(f'{layer.name}/')} {list(shape)}")
-    a, g = layer.block.cells(layer) if layer.block else ("", "")
+    a, g = _sides(layer)
     if layer.uses > 1:
         remarks.append(f"{layer.uses} uses")
     if layer.weight_sharing == "reduce":
@@ -490,6 +390,25 @@ def _cells(layer: Layer, memory: str) -> list[str]:
         memory,
         layer.note,
     ]
+
+
+def _sides(layer: Layer) -> tuple[str, str]:
+    """Return the cells for `A` and `G`."""
+    if layer.kind == "skipped":
+        return "", ""
+    if not layer.kronecker:
+        return "", f"{layer.d_out} x {layer.d_in}x{layer.d_in}"
+
+    def cell(side, size, cut):
+        remarks = []
+        if side in layer.diagonal:
+            remarks.append("diagonal")
+        if cut > 1:
+            remarks.append(f"{cut} blocks")
+        return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
+
+    blocks_a, blocks_g = layer.num_blocks
+    return cell("A", layer.d_in, blocks_a), cell("G", layer.d_out, blocks_g)
 
 
 def format_bytes(count: float) -> str:

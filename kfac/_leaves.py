@@ -84,7 +84,7 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return dict(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
-def map_by_path(fn: Callable[[str, Array], Array], tree: PyTree) -> PyTree:
+def map_by_path(fn: Callable[[str, Array], Any], tree: PyTree) -> PyTree:
     """Map `fn(path, leaf)` over the leaves of `tree`."""
     leaves = [fn(path, leaf) for path, leaf in leaves_by_path(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -13,6 +13,7 @@ Uses the inside of `_optimizer.sharded_step`, as parameters are shapes here, of 
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import os
@@ -342,9 +343,9 @@ def programs(
         place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
                  for s in (whole, specs, P("data"))]  # fmt: skip
         arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
-        arguments[1] = arguments[1]._replace(
-            param_specs=find_param_specs(arguments[0])
-        )  # as `init` of arrays finds them
+        # As `init` of arrays finds them.
+        settings = dataclasses.replace(state.settings, param_specs=find_param_specs(arguments[0]))
+        arguments[1] = arguments[1]._replace(settings=settings)
         steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
         steps |= {"update": alone} if style == "mesh" else {}
         for name, step in steps.items():

@@ -13,6 +13,7 @@ refresh (`full`). XLA keeps more temporary copies on CPUs than on GPUs.
 """
 
 import argparse
+import dataclasses
 import os
 
 if __name__ == "__main__":
@@ -93,9 +94,9 @@ def seeing(state, params):
     specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
 
     def own(node):
-        return (
-            node._replace(param_specs=type(node.param_specs)(specs)) if isinstance(node, kfac.state.KfacState) else node
-        )
+        if not isinstance(node, kfac.state.KfacState):
+            return node
+        return node._replace(settings=dataclasses.replace(node.settings, param_specs=specs))
 
     return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
 
@@ -143,11 +144,8 @@ def compiled(loss, layers, params, batch, devices, which):
 def main():
     loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
     layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_factor_dim=OPTIONS.max_factor_dim)
-    for gradients in ("averaged", "split"):
-        print(f"{OPTIONS.model}, parameters {'split' if gradients == 'split' else 'whole'}:")
-        print(
-            kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices, gradients=gradients), end="\n\n"
-        )
+    print(f"{OPTIONS.model}, parameters whole:")
+    print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices), end="\n\n")
     for which in OPTIONS.compile:
         found = compiled(loss, layers, params, of_examples(batch, OPTIONS.devices), OPTIONS.devices, which)
         held, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes

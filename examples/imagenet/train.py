@@ -267,8 +267,9 @@ def main(args: list[str]) -> int:
         every = {name: value for name, value in every.items() if isinstance(value, int)}
         for n in config.plan:
             planned = kfac.planning.plan(
-                layers, devices=n, batch=batch, preconditioner=INVERSES[config.preconditioner](), **every
-            )
+                layers, devices=n, batch=batch, preconditioner=INVERSES[config.preconditioner](),
+                statistics_fraction=1 / config.subsample, **every,
+            )  # fmt: skip
             say(f"{planned}\n")
         return 0
     rate = recipe.learning_rate(config, per_epoch, total)

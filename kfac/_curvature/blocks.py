@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +15,23 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check_by_layer
-from kfac._curvature.kronecker import KroneckerKind
+from kfac._curvature import kronecker
 from kfac._curvature.preconditioner import BlockPreconditioner
-from kfac._curvature.unitwise import UnitwiseKind
-from kfac._factors import Block, Factors
-from kfac._layers import (
-    BLOCKS,
-    KRONECKER_KINDS,
-    UNITWISE_KINDS,
-    BlockKind,
-    Layer,
-    Layers,
-    leaf_alone,
-)
+from kfac._curvature.unitwise import ChannelPreconditioner
+from kfac._factors import Block, Factors, Kronecker, Unitwise
+from kfac._layers import Layer, Layers, leaf_alone
 from kfac._mesh import PyTree
 from kfac._packing import Shape
 
 LayOut = Callable[[Layer, Array], Array]
-
-# Register the block kinds. A new kind needs a class and an entry here.
-BLOCKS |= dict.fromkeys((*KRONECKER_KINDS, "gradient-factors"), KroneckerKind())
-BLOCKS |= dict.fromkeys(UNITWISE_KINDS, UnitwiseKind())
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Layers whose blocks have the same shape.
 
-    A stacked layer has a block for each copy. A kernel that is cut into pieces has a block for each piece.
+    In a group of Kronecker blocks, a stacked layer has a block for each copy. A kernel that is cut into pieces has a
+    block for each piece. In the other groups, all channels of a unit-wise or diagonal layer form one block.
 
     Attributes:
       name: the key of the group in the state.
@@ -52,14 +42,13 @@ class Group:
     layers: tuple[Layer, ...]
 
     @property
-    def block(self) -> BlockKind:
-        """The block kind."""
-        return self.layers[0].block
-
-    @property
     def owned(self) -> bool:
-        """Whether each block has one owner among the devices. Otherwise every device holds all blocks."""
-        return self.block.owned
+        """Whether these are Kronecker blocks, each with one owner among the devices.
+
+        Otherwise every device holds all blocks, each row of a block's matrix is a leaf, `unitwise_damping_scale` scales
+        the damping, and `ChannelPreconditioner` inverts the blocks.
+        """
+        return self.layers[0].kronecker
 
     @property
     def members(self) -> str:
@@ -77,21 +66,23 @@ class Group:
 
     @property
     def d_in(self) -> int:
-        return self.block.sizes(self.layers[0])[0]
+        return self.shapes["A"][0] if self.owned else self.layers[0].d_in
 
     @property
     def d_out(self) -> int:
-        return self.block.sizes(self.layers[0])[1]
+        return self.shapes["G"][0] if self.owned else self.layers[0].d_out
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of one block's statistics by name. A Kronecker factor is `[d, d]`, or `[d]` if it is diagonal."""
-        return self.block.shapes(self.layers[0])
+        """The shapes of one block's statistics by name; see `Layer.block_shapes`."""
+        return self.layers[0].block_shapes
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of blocks per layer."""
-        return tuple(map(self.block.count, self.layers))
+        if not self.owned:
+            return (1,) * len(self.layers)
+        return tuple(layer.copies * layer.pieces for layer in self.layers)
 
     @property
     def size(self) -> int:
@@ -110,7 +101,9 @@ class Group:
 
     def preconditioner_of(self, choice: BlockPreconditioner) -> BlockPreconditioner:
         """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
-        return self.block.preconditioner(choice)
+        if self.owned:
+            return choice
+        return ChannelPreconditioner(choice.precision, choice.relative)
 
     def moments(self, preconditioner: BlockPreconditioner) -> Shape | None:
         """Return the shape of one block's moments. None if `preconditioner` takes none or no member has any."""
@@ -131,7 +124,19 @@ class Group:
         zeros = {
             name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()
         }
-        return self.block.statistics(**zeros)
+        return Kronecker(**zeros) if self.owned else Unitwise(**zeros)
+
+    def stack(self, layer: Layer, block: Any) -> Any:
+        """Return a layer's statistics as a stack of its blocks."""
+        if self.owned:
+            return kronecker.stack(layer, block)
+        return jax.tree.map(lambda x: x[None], block)
+
+    def unstack(self, layer: Layer, blocks: Any) -> Any:
+        """Undo `stack`."""
+        if self.owned:
+            return kronecker.unstack(layer, blocks)
+        return jax.tree.map(lambda x: x[0], blocks)
 
     def stack_factors(
         self,
@@ -141,23 +146,31 @@ class Group:
         """Stack the members' statistics to `[k, ...]`. Members without moments get zeros with the shape `moments`."""
         blocks = []
         for layer, count in zip(self.layers, self.counts, strict=True):
-            block = self.block.stack(layer, factors[layer.name])
+            block = self.stack(layer, factors[layer.name])
             if moments is not None and block.moments is None:
                 zeros = jnp.zeros((count, *moments), block.A.dtype)
                 block = dataclasses.replace(block, moments=zeros)
             blocks.append(block)
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
 
+    def of_gradients(self, gradients: Array) -> Block:
+        """Form gradient factors, which are not scaled, from averaged gradients `[k, d_in, d_out]`."""
+        if self.owned:
+            return kronecker.of_gradients(self.shapes, gradients)
+        return Unitwise(jnp.square(gradients.mT)[..., None])
+
     def scaled(
         self,
         factors: Block,
         back: bool = False,
     ) -> Block:
-        """Convert averaged results of `BlockKind.of_gradients` to block statistics, or with `back` the reverse.
+        """Convert averaged results of `of_gradients` to block statistics, or with `back` the reverse.
 
-        Captured statistics are returned unchanged.
+        Captured and unit-wise statistics are returned unchanged.
         """
-        return factors if self.captured else self.block.scaled(factors, back)
+        if self.captured or not isinstance(factors, Kronecker):
+            return factors
+        return kronecker.scaled(factors, back)
 
     @property
     def by_leaf(self) -> list[Group]:
@@ -246,10 +259,11 @@ def group_layers(layers: Layers) -> tuple[Group, ...]:
     """Group the preconditioned layers by block shape. Groups are ordered by their first use in the program."""
     members: dict[str, list[Layer]] = {}
     for layer in layers.with_blocks:
-        d_in, d_out = layer.block.sizes(layer)
+        group = Group("", (layer,))
         source = "" if layer.captured else "gradient_"
+        kind = "kronecker" if layer.kronecker else "unitwise"
         form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        name = f"{source}{layer.block.name}_{d_out}x{d_in}{form}"
+        name = f"{source}{kind}_{group.d_out}x{group.d_in}{form}"
         members.setdefault(name, []).append(layer)
     groups = []
     for name, group_members in members.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +60,7 @@ class Eigh(BlockPreconditioner):
         """Decompose both factors."""
         # The new decompositions do not depend on the old state.
         new = decompose_factors(factors, self.state_dtype(factors.A.dtype))
-        a = eigenvalue_range(eigenvalues(new.A))
-        g = eigenvalue_range(eigenvalues(new.G))
-        return new, condition_of(a, g, damping)
+        return new, condition_of(eigenvalues(new.A), eigenvalues(new.G), damping)
 
     def spectrum(self, state, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
@@ -136,30 +133,20 @@ def block_eigenvalues(state: Kronecker) -> Array:
     return jnp.where(has_moments, state.moments.average, products)
 
 
-class EigenvalueRange(NamedTuple):
-    """The smallest and the largest eigenvalue of `k` matrices, `[k]` each, or two numbers."""
-
-    low: Array | float
-    high: Array | float
-
-
-def eigenvalue_range(values: Array) -> EigenvalueRange:
-    """Return the range of eigenvalues `[k, d]`."""
-    return EigenvalueRange(jnp.min(values, axis=1), jnp.max(values, axis=1))
-
-
 def condition_of(
-    a: EigenvalueRange,
-    g: EigenvalueRange,
+    a: Array,
+    g: Array,
     damping: Array,
 ) -> Array:
-    """Return the condition numbers `[k]` of blocks `A (x) G` with `damping` `[k]`."""
+    """Return the condition numbers `[k]` of blocks `A (x) G`, given both factors' eigenvalues and `damping` `[k]`."""
     # If a schedule returns zero or NaN for the damping, the condition number must still not mark the decompositions as
     # failed.
-    damping = jnp.where(damping > 0, damping, 0).astype(jnp.result_type(a.low))
+    damping = jnp.where(damping > 0, damping, 0).astype(a.dtype)
     # Rounding can make the eigenvalues of a second moment negative.
-    low = jnp.maximum(a.low, 0) * jnp.maximum(g.low, 0) + damping
-    high = jnp.maximum(a.high, 0) * jnp.maximum(g.high, 0) + damping
+    a = jnp.maximum(a, 0)
+    g = jnp.maximum(g, 0)
+    low = jnp.min(a, axis=1) * jnp.min(g, axis=1) + damping
+    high = jnp.max(a, axis=1) * jnp.max(g, axis=1) + damping
     # NaN stays.
     return jnp.where(low <= 0, jnp.inf, high / jnp.where(low <= 0, 1, low))
 

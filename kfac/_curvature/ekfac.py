@@ -12,11 +12,9 @@ from jax.typing import DTypeLike
 from kfac._checks import check_shapes
 from kfac._curvature.cholesky import close_product
 from kfac._curvature.eigh import (
-    EigenvalueRange,
     Eigh,
     block_eigenvalues,
     condition_of,
-    eigenvalue_range,
 )
 from kfac._curvature.preconditioner import averaged
 from kfac._factors import Eigen, Kronecker
@@ -85,8 +83,7 @@ class EKFAC(Eigh):
         average = between_bases(state.moments.average, state, new)
         new = dataclasses.replace(new, moments=state.moments._replace(average=average))
         values = block_eigenvalues(new).reshape(len(damping), -1)
-        one = EigenvalueRange(1.0, 1.0)
-        return new, condition_of(eigenvalue_range(values), one, damping)
+        return new, condition_of(values, jnp.ones_like(values), damping)
 
     def spectrum(self, state, factors, damping):
         """Return the stored eigenvectors and the damped moments.

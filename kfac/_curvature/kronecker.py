@@ -3,112 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._factors import Kronecker, Packed, diagonals, per_block
-from kfac._layers import BlockKind, Layer
+from kfac._layers import FactorShapes, Layer
 from kfac._packing import in_blocks, pieces_along
 
 
-class KroneckerKind(BlockKind):
-    """Kronecker blocks. Each copy in a stacked layer, and each piece into which a kernel is cut, has its own block."""
+def stack(layer: Layer, block: Kronecker) -> Kronecker:
+    """Return a layer's statistics as a stack of its blocks, in the order in which `Layer.to_pieces` returns the pieces.
 
-    name = "kronecker"
-    statistics = Kronecker
-    owned = kernel = True
+    Each copy in a stacked layer, and each piece into which a kernel is cut, has its own block. Pieces in the same
+    columns share `A`, and pieces in the same rows share `G`.
+    """
+    if not layer.stacked:
+        block = jax.tree.map(lambda x: x[None], block)
+    if layer.pieces == 1:
+        return block
+    cut_a, cut_g = layer.num_blocks
+    a = _with_pieces(layer, "A", block.A)[:, None]
+    g = _with_pieces(layer, "G", block.G)[:, :, None]
+    a = jnp.repeat(a, cut_g, axis=1)
+    g = jnp.repeat(g, cut_a, axis=2)
+    return Kronecker(a.reshape(-1, *a.shape[3:]), g.reshape(-1, *g.shape[3:]))
 
-    def shapes(self, layer):
-        return layer.block_shapes
 
-    def layer_shapes(self, layer):
-        lead = (layer.copies,) if layer.stacked else ()
-        return {name: (*lead, *shape) for name, shape in layer.side_shapes.items()}
-
-    def sizes(self, layer):
-        a, g = layer.block_shapes.values()
-        return a[0], g[0]
-
-    def count(self, layer):
-        return layer.copies * layer.pieces
-
-    def cells(self, layer):
-        def cell(side, size, cut):
-            remarks = []
-            if side in layer.diagonal:
-                remarks.append("diagonal")
-            if cut > 1:
-                remarks.append(f"{cut} blocks")
-            return f"{size} ({', '.join(remarks)})" if remarks else f"{size}"
-
-        blocks_a, blocks_g = layer.num_blocks
-        return cell("A", layer.d_in, blocks_a), cell("G", layer.d_out, blocks_g)
-
-    def stack(self, layer, block):
-        """Stack the blocks in the order in which `Layer.to_pieces` returns the pieces.
-
-        Pieces in the same columns share `A`, and pieces in the same rows share `G`.
-        """
-        if not layer.stacked:
-            block = jax.tree.map(lambda x: x[None], block)
-        if layer.pieces == 1:
-            return block
+def unstack(layer: Layer, blocks: Kronecker) -> Kronecker:
+    """Undo `stack`."""
+    if layer.pieces > 1:
         cut_a, cut_g = layer.num_blocks
-        a = _with_pieces(layer, "A", block.A)[:, None]
-        g = _with_pieces(layer, "G", block.G)[:, :, None]
-        a = jnp.repeat(a, cut_g, axis=1)
-        g = jnp.repeat(g, cut_a, axis=2)
-        return Kronecker(a.reshape(-1, *a.shape[3:]), g.reshape(-1, *g.shape[3:]))
+        a = blocks.A.reshape(layer.copies, cut_g, cut_a, *blocks.A.shape[1:])
+        g = blocks.G.reshape(layer.copies, cut_g, cut_a, *blocks.G.shape[1:])
+        a = _without_pieces(layer, "A", a[:, 0])
+        g = _without_pieces(layer, "G", g[:, :, 0])
+        blocks = Kronecker(a, g)
+    return blocks if layer.stacked else jax.tree.map(lambda x: x[0], blocks)
 
-    def unstack(self, layer, stack):
-        if layer.pieces > 1:
-            cut_a, cut_g = layer.num_blocks
-            a = stack.A.reshape(layer.copies, cut_g, cut_a, *stack.A.shape[1:])
-            g = stack.G.reshape(layer.copies, cut_g, cut_a, *stack.G.shape[1:])
-            a = _without_pieces(layer, "A", a[:, 0])
-            g = _without_pieces(layer, "G", g[:, :, 0])
-            stack = Kronecker(a, g)
-        return stack if layer.stacked else jax.tree.map(lambda x: x[0], stack)
 
-    def of_gradients(self, shapes, gradients):
-        """Return `V^T V` and `V V^T` without scaling."""
+def of_gradients(shapes: FactorShapes, gradients: Array) -> Kronecker:
+    """Return `V^T V` and `V V^T` without scaling.
 
-        def second_moment(whole, diagonal, shape):
-            spec = diagonal if len(shape) == 1 else whole
-            return jnp.einsum(spec, gradients, gradients, precision="highest")
+    Args:
+      shapes: the shapes of one block's factors.
+      gradients: the averaged gradients `[k, d_in, d_out]`.
+    """
 
-        a = second_moment("kia,kja->kij", "kia,kia->ki", shapes["A"])
-        g = second_moment("kai,kaj->kij", "kai,kai->ki", shapes["G"])
-        return Kronecker(a, g)
+    def second_moment(whole, diagonal, shape):
+        spec = diagonal if len(shape) == 1 else whole
+        return jnp.einsum(spec, gradients, gradients, precision="highest")
 
-    def scaled(self, factors, back=False):
-        """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
+    a = second_moment("kia,kja->kij", "kia,kia->ki", shapes["A"])
+    g = second_moment("kai,kaj->kij", "kai,kai->ki", shapes["G"])
+    return Kronecker(a, g)
 
-        Both factors also have this trace `t`, so each is divided by `sqrt(t)`. With `back`, undo the scaling.
-        """
-        trace = jnp.sum(diagonals(factors.A), axis=-1)
-        scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
-        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
-    def to_send(self, layer, packed, fill):
-        flat = packed.flat
-        for side, count in zip("AG", layer.num_blocks, strict=True):
-            if side in layer.diagonal and count > 1:
-                diagonal = getattr(flat, side)[..., 0, :]
-                pieces = _pieces_of_diagonal(layer, side, diagonal)
-                flat = dataclasses.replace(flat, **{side: pieces})
+def scaled(factors: Kronecker, back: bool) -> Kronecker:
+    """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
 
-        def filled(x):
-            x = fill(x)
-            # Sides that are not cut lose the axis for pieces.
-            return x.reshape(*x.shape[:-2], -1) if x.shape[-2] == 1 else x
+    Both factors also have this trace `t`, so each is divided by `sqrt(t)`. With `back`, undo the scaling.
+    """
+    trace = jnp.sum(diagonals(factors.A), axis=-1)
+    scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
+    return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
-        return jax.tree.map(filled, flat)
 
-    def sent(self, shapes, stack):
-        return Packed(jax.tree.map(lambda x: x[:, None], stack), tuple(shapes.values()))
+def to_send(layer: Layer, packed: Packed, fill: Callable[[Array], Array]) -> Kronecker:
+    """Return a layer's part of its group's message.
+
+    Args:
+      layer: the layer.
+      packed: its packed statistics.
+      fill: pads a vector with zeros.
+    """
+    flat = packed.flat
+    for side, count in zip("AG", layer.num_blocks, strict=True):
+        if side in layer.diagonal and count > 1:
+            diagonal = getattr(flat, side)[..., 0, :]
+            pieces = _pieces_of_diagonal(layer, side, diagonal)
+            flat = dataclasses.replace(flat, **{side: pieces})
+
+    def filled(x):
+        x = fill(x)
+        # Sides that are not cut lose the axis for pieces.
+        return x.reshape(*x.shape[:-2], -1) if x.shape[-2] == 1 else x
+
+    return jax.tree.map(filled, flat)
 
 
 def _with_pieces(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -288,11 +289,8 @@ def sums(
     One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
     """
     zeros = [jnp.zeros((), x.dtype) for x in stacks]
-
-    def add(a, b):
-        return jax.tree.map(jnp.add, a, b)
-
-    return lax.reduce(stacks, zeros, add, tuple(range(first, stacks[0].ndim)))
+    axes = tuple(range(first, stacks[0].ndim))
+    return lax.reduce(stacks, zeros, optax.tree.add, axes)
 
 
 def cosine(

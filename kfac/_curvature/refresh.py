@@ -72,25 +72,6 @@ def refresh(
     return in_portions(functools.partial(_refresh, preconditioner), width, *arguments)
 
 
-def once_if(
-    needed: Array,
-    change: Callable[[PyTree], PyTree],
-    stacks: PyTree,
-) -> PyTree:
-    """Return `change(stacks)` if `needed`, otherwise `stacks`, and change the stacks in place.
-
-    This is a loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all
-    inverses in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads
-    one predicate for a loop as well as for a conditional.
-    """
-
-    def once(now):
-        needed, stacks = now
-        return needed & False, change(stacks)
-
-    return lax.while_loop(lambda now: now[0], once, (needed, stacks))[1]
-
-
 def in_portions(
     fn: Callable[..., PyTree],
     width: int,

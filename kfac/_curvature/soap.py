@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from kfac._checks import check_range
 from kfac._curvature.cholesky import exact_product
-from kfac._curvature.eigh import EigenvalueRange, condition_of, eigenvalue_range, rotate
+from kfac._curvature.eigh import condition_of, rotate
 from kfac._curvature.orthonormal import orthonormal
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
@@ -109,7 +109,7 @@ class SOAP(BlockPreconditioner):
         trace = self._rotated(state, state.moments.trace, back=True)
         trace = self._rotated(new, trace, back=False)
         moments = state.moments._replace(average=average, trace=trace)
-        condition = condition_of(a.range, g.range, damping)
+        condition = condition_of(a.quotients, g.quotients, damping)
         return dataclasses.replace(new, moments=moments), condition
 
     def precondition_momentum(self, state, matrices, damping, momentum, ready):
@@ -156,17 +156,16 @@ FLOOR = 1e-2
 
 
 class IterationStep(NamedTuple):
-    """The result of an orthogonal iteration step for `k` matrices. Diagonals have only the `range`.
+    """The result of an orthogonal iteration step for `k` matrices. Diagonals have only `quotients`, their entries.
 
     Attributes:
       basis: the new eigenvectors `[k, d, d]`.
-      range: the smallest and the largest Rayleigh quotient `q^T A q` over the old eigenvectors `q`.
-      order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`. The Rayleigh
-        quotients are in descending order.
+      quotients: the Rayleigh quotients `q^T A q` of the old eigenvectors `q`, `[k, d]`, in descending order.
+      order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`.
     """
 
     basis: Eigen | None
-    range: EigenvalueRange
+    quotients: Array
     order: Array | None
 
 
@@ -176,15 +175,14 @@ def orthogonal_iteration(
 ) -> IterationStep:
     """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
-        return IterationStep(None, eigenvalue_range(stack), None)
+        return IterationStep(None, stack, None)
     image = exact_product(stack, old.vectors)
     quotients = jnp.sum(old.vectors * image, axis=1)
     quotients, order = lax.top_k(quotients, stack.shape[-1])
     mean = per_block(jnp.mean(quotients, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
     image = _reorder(image, order, 2)
-    ends = EigenvalueRange(quotients[:, -1], quotients[:, 0])
-    return IterationStep(Eigen(orthonormal(image), None), ends, order)
+    return IterationStep(Eigen(orthonormal(image), None), quotients, order)
 
 
 def _reorder(

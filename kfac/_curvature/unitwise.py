@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kfac._curvature.preconditioner import BlockPreconditioner, identities
 from kfac._factors import Eigen, Kronecker, Unitwise
-from kfac._layers import BlockKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,7 @@ class ChannelPreconditioner(BlockPreconditioner):
     def init(self, factors):
         """Return identities shaped like the statistics."""
         dtype = self.state_dtype(factors.F.dtype)
-        return Channels(identities(factors.F.shape, dtype), self)
+        return Unitwise(identities(factors.F.shape, dtype))
 
     def refresh(self, state, factors, damping):
         """Invert all channels in closed form."""
@@ -106,29 +104,3 @@ def _inverse_2x2(
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
     return Inverted(inverse, condition, definite)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Channels(Unitwise):
-    """The state of `ChannelPreconditioner`: the inverses, and the `ChannelPreconditioner` that computed them."""
-
-    preconditioner: ChannelPreconditioner = dataclasses.field(metadata={"static": True})
-
-
-class UnitwiseKind(BlockKind):
-    """A `p` x `p` block for each of `d_out` channels. A layer's channels form one block in a stack."""
-
-    name = "unitwise"
-    statistics = Unitwise
-
-    def shapes(self, layer):
-        return {"F": (layer.d_out, layer.d_in, layer.d_in)}
-
-    def of_gradients(self, shapes, gradients):
-        """Return the squared gradients as 1 x 1 blocks."""
-        return Unitwise(jnp.square(gradients.mT)[..., None])
-
-    def preconditioner(self, preconditioner):
-        """Return the closed-form inverse with the same `precision` and `relative` as `preconditioner`."""
-        return ChannelPreconditioner(preconditioner.precision, preconditioner.relative)

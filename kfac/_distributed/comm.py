@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
@@ -141,12 +142,10 @@ class CommContext:
         """Apply `means` to statistics."""
         flat = {name: flatten(stack) for name, stack in stacks.items()}
         received = self.means(flat, assignments, BUCKETS)
-
-        def unflattened(flat, stack):
-            wide = jax.tree.map(lambda x: x.astype(flat.dtype), stack)
-            return unflatten(flat, wide)
-
-        return {name: unflattened(received[name], x) for name, x in stacks.items()}
+        statistics = {}
+        for name, x in received.items():
+            statistics[name] = unflatten(x, optax.tree.cast(stacks[name], x.dtype))
+        return statistics
 
     def mean(self, tree: PyTree) -> PyTree:
         """Average arrays over devices in a single message."""

@@ -26,6 +26,7 @@ def affordable(
     preconditioner: BlockPreconditioner,
     overhead: float | Array,
     share: int,
+    price: float | None = None,
 ) -> int | Array:
     """Return the shortest interval at which statistics and refreshes cost at most `overhead` of the gradient's work.
 
@@ -37,11 +38,12 @@ def affordable(
       preconditioner: the kind of inverse.
       overhead: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
       share: statistics use every `share`-th example.
+      price: see `work_of_layers`.
 
     Returns:
       The interval in steps: an array if `overhead` is an array, otherwise an `int`.
     """
-    work = sum(work_of_layers(layers, preconditioner, share).values())
+    work = sum(work_of_layers(layers, preconditioner, share, price).values())
     gradients = work_of_gradients(layers)
     fraction = work / gradients if gradients else 0.0
     interval = fraction / overhead
@@ -94,20 +96,22 @@ def work_of_layers(
     layers: Layers,
     preconditioner: BlockPreconditioner,
     share: int,
+    price: float | None = None,
 ) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
     Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
-    refresh's FLOP counts `REFRESH_PRICE` times, on CPUs `REFRESH_PRICE_ON_CPUS` times.
+    refresh's FLOP counts `price` times. None: `REFRESH_PRICE`, or `REFRESH_PRICE_ON_CPUS` on CPUs.
     """
-    on_cpus = jax.default_backend() == "cpu"
-    price = preconditioner.flops * (REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE)
+    if price is None:
+        on_cpus = jax.default_backend() == "cpu"
+        price = REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE
     examples = (layers.num_examples or 0) / share
     work = {}
     for layer in layers:
         if layer.positions is not None:
             statistics = examples * (statistics_of(layer) + 2 * products_of(layer))
-            refresh = price * layer.copies * layer.inverse_flops
+            refresh = price * preconditioner.flops * layer.copies * layer.inverse_flops
             work[layer.name] = statistics + refresh
     return work
 

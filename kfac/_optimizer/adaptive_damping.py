@@ -198,17 +198,12 @@ def _check_optimizer(optimizer: object) -> None:
 
 def _check_absolute(inner_state: Any) -> None:
     """Raise a `ValueError` if an inverse in the optimizer's state is `relative`."""
-    for state in find_nodes(inner_state, KfacState):
-        inverses = [
-            blocks.preconditioner.preconditioner for blocks in state.shared.values()
-        ]
-        if state.owned:
-            inverses.append(state.settings.preconditioner)
-        if any(preconditioner.relative for preconditioner in inverses):
-            raise ValueError(
-                "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
-                "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
-            )
+    states = find_nodes(inner_state, KfacState)
+    if any(state.settings.preconditioner.relative for state in states):
+        raise ValueError(
+            "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
+            "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
+        )
 
 
 def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> None:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kfac._curvature.blocks import Group
+from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged, finite
-from kfac._curvature.refresh import once_if, refresh
+from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
-from kfac._factors import Average, Factors, Kronecker, Statistics
+from kfac._factors import Average, Factors, Kronecker, Packed, Statistics
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import StepContext, join
@@ -61,7 +63,7 @@ def observe_here(
     left_out: Vectors = {}
     failed: Vectors = {}
     if statistics is None:
-        state, failed = refresh_inverses(comm, state)
+        state, failed = refresh_inverses(config, state)
         state = state._replace(refreshed=state.count)
     else:
         if isinstance(statistics, Factors):
@@ -71,7 +73,7 @@ def observe_here(
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
             due = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(comm, state, due)
+            state, failed = refresh_inverses(config, state, due)
             refreshed = jnp.where(due, state.count, state.refreshed)
             state = state._replace(refreshed=refreshed)
         state = state._replace(
@@ -143,14 +145,19 @@ def stack_packed(
             continue
         sent = {}
         for layer in group.layers:
-            shapes = tuple(layer.side_shapes.values())
-            packed = factors[layer.name].packed(shapes, mean, dtype)
-            sent[layer.name] = group.block.to_send(layer, packed, fill)
+            block: Any = factors[layer.name]
+            if group.owned:
+                shapes = tuple(layer.side_shapes.values())
+                block = to_send(layer, block.packed(shapes, mean, dtype), fill)
+            sent[layer.name] = block
         moments = group.moments(config.preconditioner)
         if moments is not None:
             moments = fill(jnp.zeros(math.prod(moments))).shape
-        stack = group.stack_factors(Factors(sent), moments)
-        stacks[group.name] = group.block.sent(group.shapes, stack)
+        stack: Any = group.stack_factors(Factors(sent), moments)
+        if group.owned:
+            one_piece = jax.tree.map(lambda x: x[:, None], stack)
+            stack = Packed(one_piece, tuple(group.shapes.values()))
+        stacks[group.name] = stack
     return stacks
 
 
@@ -182,7 +189,7 @@ def update_ema(
             statistics = stacks.statistics[name].unpacked()
         else:
             gradients = stacks.gradients[name]
-            statistics = group.block.of_gradients(group.shapes, gradients)
+            statistics = group.of_gradients(gradients)
         # Statistics also count as non-finite if their squares overflow. A batch with such large statistics would
         # dominate the average for hundreds of steps.
         flags = [finite(x * x) for x in jax.tree.leaves(statistics)]
@@ -209,7 +216,7 @@ def update_ema(
 
 
 def refresh_inverses(
-    comm: CommContext,
+    config: Config,
     state: KfacState,
     needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
@@ -218,13 +225,14 @@ def refresh_inverses(
     XLA updates the stacks in place.
 
     Args:
-      comm: how blocks lie on devices.
+      config: the fixed settings.
       state: the state before.
       needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
+    comm = config.comm
     assignments = assignments_of(state)
     wanted = {}
     none_failed = {}
@@ -241,40 +249,51 @@ def refresh_inverses(
     def refreshed(old):
         new = old[0]
         failed = {}
-        for name in wanted:
-            new, failed[name] = refresh_group(comm, state, new, name, wanted[name])
+        for group in config.groups:
+            flags = wanted[group.name]
+            new, failed[group.name] = refresh_group(config, group, state, new, flags)
         return new._replace(bases=gather_bases(comm, new)), failed
 
+    old = state, none_failed
     if needed is None:
-        return refreshed((state, none_failed))
-    return once_if(needed, refreshed, (state, none_failed))
+        return refreshed(old)
+
+    # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all inverses
+    # in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads one
+    # predicate for a loop as well as for a conditional.
+    def once(now):
+        needed, old = now
+        return needed & False, refreshed(old)
+
+    return lax.while_loop(lambda now: now[0], once, (needed, old))[1]
 
 
 def refresh_group(
-    comm: CommContext,
+    config: Config,
+    group: Group,
     state: KfacState,
     new: KfacState,
-    name: str,
     wanted: Array,
 ) -> tuple[KfacState, Array]:
     """Refresh the inverses of a group.
 
     Args:
-      comm: how blocks lie on devices.
+      config: the fixed settings.
+      group: the group.
       state: the state before the refresh.
       new: the state with the groups that are already refreshed.
-      name: the group's name.
       wanted: which blocks to refresh, `[k]`.
 
     Returns:
       `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
     """
+    comm = config.comm
+    name = group.name
     block = state.blocks[name]
     old = part_of(new, comm, name, "preconditioner")
-    preconditioner = state.settings.preconditioner
+    preconditioner = group.preconditioner_of(config.preconditioner)
     damping = state.observe_damping
-    if name in state.shared:
-        preconditioner = old.preconditioner
+    if not group.owned:
         damping = damping * state.unitwise_damping_scale
     factors = part_of(new, comm, name, "factors")
     result = refresh(preconditioner, old, factors, wanted, damping)

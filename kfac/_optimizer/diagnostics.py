@@ -157,7 +157,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
             )
         for layer, part in group.split(stack):
             if layer.supports_ekfac:
-                basis[layer.name] = group.block.unstack(layer, part)
+                basis[layer.name] = group.unstack(layer, part)
     return basis
 
 

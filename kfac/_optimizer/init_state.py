@@ -17,7 +17,6 @@ from kfac._optimizer.state import (
     KfacMetrics,
     KfacState,
     Owned,
-    ParamSpecs,
     PreconditionerState,
     Settings,
     form_of,
@@ -90,7 +89,6 @@ def init_state(
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,
         metrics=KfacMetrics(**metrics),
-        param_specs=ParamSpecs(),
         settings=settings,
     )
     return closed(state, config.comm)

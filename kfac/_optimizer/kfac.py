@@ -27,9 +27,8 @@ from kfac._curvature.soap import SOAP
 from kfac._distributed.cost_model import OVERHEAD, affordable
 from kfac._distributed.distribution import Distribution
 from kfac._layers import UNREACHED, Layers
-from kfac._leaves import leaves_by_path, map_by_path
+from kfac._leaves import map_by_path
 from kfac._mesh import PyTree, mesh_of, on_mesh, replicate
-from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.scale_by_kfac import precondition_and_scale
 from kfac._optimizer.state import KfacState, find_state
@@ -196,9 +195,7 @@ def _by_layer(
     multipliers: Mapping[str, float] | None,
     layers: Layers,
 ) -> Mapping[str, float] | None:
-    """Return the multipliers, keyed by the path of each layer's first parameter.
-
-    The first path is the same whether or not a wrapper such as `optax.masked` hides the layer's bias.
+    """Return the multipliers, keyed by layer name.
 
     Raises:
       ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
@@ -206,10 +203,10 @@ def _by_layer(
     check_given(layer_multipliers=multipliers)
     if multipliers is None or not layers.paths:
         return multipliers
-    first_paths: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for layer in layers.with_blocks:
-        first_paths |= dict.fromkeys(layer.params, layer.params[0])
-    with_block = set(map(layers.paths.index, first_paths))
+        name_of |= dict.fromkeys(layer.params, layer.name)
+    with_block = set(map(layers.paths.index, name_of))
     found: dict[str, float] = {}
     for pattern, factor in multipliers.items():
         named = matching(
@@ -219,7 +216,7 @@ def _by_layer(
             with_block,
             "parameter with a block",
         )
-        matched = {first_paths[layers.paths[k]] for k in named & with_block}
+        matched = {name_of[layers.paths[k]] for k in named & with_block}
         new = matched - found.keys()
         if not new:
             raise ValueError(
@@ -318,23 +315,19 @@ def assemble(
     check_options(options, scaling, weight_decay, weight_decay_mask)
     before = scaling.learning_rate if scaling.lr_in_momentum else None
 
-    def build(layers):
-        skips = any(layer.kind == "skipped" for layer in layers)
-        parts = []
-        if scaling.momentum is not None and skips:
-            parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
-        if weight_decay is not None:
-            decay = weight_decay
-            if before is not None:
-                # The step already contains the negative learning rate.
-                decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
-            parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
-        if before is None:
-            parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
-        rest = optax.chain(*(parts or [optax.identity()]))
-        return _followed_by(precondition_and_scale(layers, scaling, options), rest)
-
-    return hide_masked_biases(layers, build)
+    preconditioned = precondition_and_scale(layers, scaling, options)
+    parts = []
+    if scaling.momentum is not None and any(x.kind == "skipped" for x in layers):
+        parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
+    if weight_decay is not None:
+        decay = weight_decay
+        if before is not None:
+            # The step already contains the negative learning rate.
+            decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
+        parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
+    if before is None:
+        parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
+    return _followed_by(preconditioned, optax.chain(*(parts or [optax.identity()])))
 
 
 def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
@@ -373,39 +366,25 @@ def momentum_beside_blocks(
     scaling: ScalingConfig,
 ) -> Optimizer:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    paths: set[str] = set()
     for layer in layers:
         if layer.kind == "skipped" and layer.note != UNREACHED:
-            shapes |= zip(layer.params, layer.shapes, strict=True)
+            paths.update(layer.params)
 
-    def init(params):
-        leaves = leaves_by_path(params)
-        # `optax.tree.map_params` passes a placeholder without leaves.
-        if not jax.tree.leaves(params):
-            leaves = {path: jnp.zeros(shape) for path, shape in shapes.items()}
-        trace = {}
-        for path, leaf in leaves.items():
-            if path in shapes:
-                trace[path] = jnp.zeros_like(leaf, _wide(leaf))
-        return optax.TraceState(trace)
+    def mask(tree):
+        return map_by_path(lambda path, _: path in paths, tree)
+
+    def momentum(decay):
+        trace = optax.trace(decay, scaling.nesterov, layers.dtype)
+        return optax.masked(trace, mask)
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        factor: float | Array = 1
         if scaling.lr_in_momentum:
-            factor = -value_at(scaling.learning_rate, count)
-        leaves = {}
-        for path, leaf in leaves_by_path(updates).items():
-            if path in state.trace:
-                leaves[path] = (factor * leaf).astype(_wide(leaf))
-        present = optax.TraceState({path: state.trace[path] for path in leaves})
-        momentum = optax.trace(value_at(decay, count), scaling.nesterov)
-        moved, present = momentum.update(leaves, present)
-        new = map_by_path(lambda path, leaf: moved.get(path, leaf), updates)
-        return new, optax.TraceState(state.trace | present.trace)
+            rate = value_at(scaling.learning_rate, count)
+            updates = map_by_path(
+                lambda path, leaf: -rate * leaf if path in paths else leaf, updates
+            )
+        return momentum(value_at(decay, count)).update(updates, state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _wide(leaf: Array) -> jnp.dtype:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
+    return optax.GradientTransformationExtraArgs(momentum(0.0).init, update)

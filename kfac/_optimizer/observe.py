@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 
 from kfac._curvature.blocks import check_factors, group_layers
-from kfac._factors import Factors, Tied
-from kfac._layers import Layers
+from kfac._factors import Factors
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
 from kfac._optimizer.config import Config
@@ -19,7 +17,6 @@ from kfac._optimizer.state import (
     KfacState,
     assignments_of,
     find_nodes,
-    how_to_hide,
     is_variable,
     param_specs_of,
     pure,
@@ -68,7 +65,7 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
     several = len(states) > 1 and isinstance(factors, Factors)
     unknown = set(factors or ()) if several else set()
     for state in states:
-        unknown -= {layer.name for layer in state.settings.found.with_factors}
+        unknown -= {layer.name for layer in state.settings.layers.with_factors}
     if unknown:
         raise ValueError(
             f"factors hold a layer {min(unknown)!r}, which none of the {len(states)} states has"
@@ -89,9 +86,9 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
 
 def _own(state: KfacState, factors: Factors) -> Factors:
     """Return the factors of one state's layers."""
-    found = state.settings.found
-    blocks = {x.name: factors[x.name] for x in found.with_factors if x.name in factors}
-    paths = {path for layer in found.with_gradient_factors for path in layer.params}
+    layers = state.settings.layers
+    blocks = {x.name: factors[x.name] for x in layers.with_factors if x.name in factors}
+    paths = {path for layer in layers.with_gradient_factors for path in layer.params}
     gradients = {path: x for path, x in factors.gradients.items() if path in paths}
     return Factors(blocks, gradients)
 
@@ -100,60 +97,15 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     """Observe with a single state and the factors of its layers."""
     settings = state.settings
     layers = settings.layers
-    found = settings.found
     preconditioner = settings.preconditioner
     if factors is not None:
         given: object = factors
         if not isinstance(given, Factors):
-            check_factors(given, found)
-        jax.eval_shape(lambda x: check_factors(x, found, preconditioner), factors)
-        if layers is not found:
-            factors = without_hidden_rows(factors, found, layers)
+            check_factors(given, layers)
+        jax.eval_shape(lambda x: check_factors(x, layers, preconditioner), factors)
     comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
     config = Config(layers, group_layers(layers), preconditioner, comm)
     if mesh is None:
         return observe_here(config, state, factors)
     meshed = ShardedStep(config, mesh, assignments_of(state), param_specs_of(state))
     return meshed.observe(state, factors)
-
-
-def without_hidden_rows(
-    factors: Factors,
-    found: Layers,
-    layers: Layers,
-) -> Factors:
-    """Remove the homogeneous 1, the last row and column of `A`, from the factors of layers with a hidden bias.
-
-    If `A` is cut into blocks, the entries of the 1 become zero instead, so that all blocks keep their shape.
-
-    Args:
-      factors: the statistics of `found`.
-      found: the layers as `find_layers` returned them.
-      layers: the layers without the biases that a wrapper hides from the optimizer.
-
-    Raises:
-      ValueError: such a layer has `Tied` statistics or moments, which cannot be separated from the bias.
-    """
-    blocks = dict(factors)
-    for layer in found:
-        visible = layers[layer.name]
-        if visible.params == layer.params or layer.name not in blocks:
-            continue
-        block: Any = blocks[layer.name]
-        if block.wire is not None:
-            block = block.combined()
-        if isinstance(block, Tied) or block.moments is not None:
-            raise ValueError(
-                f"bias {layer.params[1]!r} is masked and its kernel is not, which its statistics do not allow: "
-                f"{how_to_hide(layer.params[1:])}"
-            )
-        if "A" in layer.diagonal:
-            A = block.A.at[..., -1].set(0)[..., : visible.d_in]
-        elif layer.num_blocks[0] > 1:
-            # The row of the 1 in the last block.
-            last = layer.d_in - 1 - (layer.num_blocks[0] - 1) * block.A.shape[-1]
-            A = block.A.at[..., -1, last, :].set(0).at[..., -1, :, last].set(0)
-        else:
-            A = block.A[..., : visible.d_in, : visible.d_in]
-        blocks[layer.name] = dataclasses.replace(block, A=A)
-    return Factors(blocks, factors.gradients)

@@ -23,7 +23,6 @@ from kfac._optimizer.state import (
     FlatState,
     KfacState,
     Owned,
-    ParamSpecs,
     devices_of,
     find_nodes,
     form_of,
@@ -145,13 +144,14 @@ def gather_state(opt_state: Any) -> Any:
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
         node = _each_device(opened, replicated(node))
-        settings = dataclasses.replace(node.settings, distribution=Distribution())
+        settings = dataclasses.replace(
+            node.settings, distribution=Distribution(), param_specs=()
+        )
         return node._replace(
             owned={name: _gather_owned(owned) for name, owned in node.owned.items()},
             flat_state=FlatState(),
             # `scatter_state` recomputes the bases from the blocks.
             bases={},
-            param_specs=ParamSpecs(),
             settings=settings,
         )
 

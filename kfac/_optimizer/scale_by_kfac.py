@@ -12,15 +12,15 @@ import optax
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from kfac._checks import RENAMED, with_hints
+from kfac._checks import RENAMED, check_layers, with_hints
 from kfac._curvature.blocks import group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.comm import CommContext, check_alike
 from kfac._distributed.distribution import Distribution
+from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._mesh import PyTree, axis_names, device_axes, on_mesh, replicate, varying_axes
-from kfac._optimizer.arguments import hide_masked_biases
 from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
@@ -117,10 +117,7 @@ def scale_by_kfac(
         unitwise_damping_scale,
     )
     check_options(options, ScalingConfig())
-    return hide_masked_biases(
-        layers,
-        lambda layers: precondition_and_scale(layers, ScalingConfig(), options),
-    )
+    return precondition_and_scale(layers, ScalingConfig(), options)
 
 
 def precondition_and_scale(
@@ -129,13 +126,14 @@ def precondition_and_scale(
     options: Options,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `scale_by_kfac` followed by the stages in `scaling`, such as momentum, which work on stacks of blocks."""
+    check_layers(layers)
     preconditioner = options.preconditioner
     uses = options.distribution or Distribution()
     config = Config(
         layers, group_layers(layers), preconditioner, CommContext(), scaling
     )
     refreshes = options.inverse_update_period is not None
-    settings = Settings(layers, layers, preconditioner, uses, refreshes)
+    settings = Settings(layers, preconditioner, uses, refreshes)
     reads_params = any(map(scaling.needs_params, config.groups))
     tx = Preconditioner(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -176,6 +174,12 @@ class Preconditioner:
         params: PyTree | None = None,
         **extra: object,
     ) -> tuple[PyTree, KfacState]:
+        if isinstance(updates, Factors):
+            raise ValueError(
+                f"updates are statistics, where gradients belong: {HOW_TO_OBSERVE}"
+            )
+        if "factors" in extra:
+            raise TypeError(f"update takes no factors: call {HOW_TO_OBSERVE} before it")
         # Check before the gradients are stacked by owner.
         check_groups(self.config.groups, state)
         if self.reads_params and params is None:
@@ -247,6 +251,7 @@ class Preconditioner:
         )
 
 
+HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
 OVERDUE = (
     "update had no new statistics for more than two intervals: when kfac.statistics_due(opt_state), call "
     "opt_state = kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch)) before it"

@@ -39,7 +39,7 @@ from kfac._optimizer.exchange import (
 )
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.state import KfacState, ParamSpecs, Settings, devices_of
+from kfac._optimizer.state import KfacState, Settings, devices_of
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
 
@@ -306,6 +306,8 @@ def init_over_mesh(
 ) -> KfacState:
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    param_specs = find_param_specs(params) or config.layers.param_specs
+    settings = dataclasses.replace(settings, param_specs=param_specs)
     init = jax.shard_map(
         lambda: init_state(config, settings, shapes),
         mesh=mesh,
@@ -313,9 +315,6 @@ def init_over_mesh(
         out_specs=state_spec(config.comm.owners),
     )
     state: KfacState = jax.jit(init)()
-    state = state._replace(
-        param_specs=ParamSpecs(find_param_specs(params) or config.layers.param_specs)
-    )
     leaves = jax.tree.leaves(params)
     if not isinstance(mesh, AbstractMesh) or not leaves:
         return state

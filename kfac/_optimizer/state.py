@@ -129,30 +129,23 @@ class Owned:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class ParamSpecs:
-    """Paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh; otherwise empty."""
-
-    specs: tuple[tuple[str, PartitionSpec], ...] = ()
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
 class Settings:
     """The optimizer's settings that `observe` needs. They contain no arrays and no schedules.
 
     Attributes:
-      layers: the layers, without biases that `optax.masked` or `optax.partition` hides from the optimizer.
-      found: the layers as `find_layers` returned them.
+      layers: the layers.
       preconditioner: the inverse for Kronecker blocks.
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes inverses when it receives statistics.
+      param_specs: paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh's automatic
+        axes. Arrays do not show this split under `jit`.
     """
 
     layers: Layers
-    found: Layers
     preconditioner: BlockPreconditioner
     distribution: Distribution
     refreshes: bool
+    param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -163,10 +156,10 @@ class Settings:
         return hash(
             (
                 self.layers,
-                self.found,
                 self.preconditioner,
                 self.distribution,
                 self.refreshes,
+                self.param_specs,
             )
         )
 
@@ -194,8 +187,6 @@ class KfacState(NamedTuple):
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
       metrics: scalars of the last step.
-      param_specs: how parameters are split over a mesh's automatic axes. Static, because arrays do not show this split
-        under `jit`.
       settings: the optimizer's settings that `observe` needs. Static.
     """
 
@@ -215,7 +206,6 @@ class KfacState(NamedTuple):
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
-    param_specs: ParamSpecs
     settings: Settings
 
     @property
@@ -262,7 +252,7 @@ def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
 
     They come from `init`, or from `find_layers` if `init` found no split parameters.
     """
-    return dict(state.param_specs.specs or state.settings.found.param_specs)
+    return dict(state.settings.param_specs or state.settings.layers.param_specs)
 
 
 def devices_of(state: KfacState) -> int:
@@ -292,7 +282,6 @@ def match_leaves(
     """Return the leaves of parameters or gradients by path, after checking them against `layers`.
 
     `optax.masked` replaces leaves by empty nodes. It may hide a whole layer, but not only some of its leaves.
-    `arguments.hide_masked_biases` has already removed hidden biases from `layers`.
 
     Args:
       layers: the layers.

@@ -226,7 +226,7 @@ def build_stack(
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
     else:
         kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
-    stack = Stack(steps, params, gradients, kernels, by_row=not group.block.kernel)
+    stack = Stack(steps, params, gradients, kernels, by_row=not group.owned)
     pieces = np.repeat(
         [layer.pieces for layer in group.layers],
         [layer.copies for layer in group.layers],

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.preconditioner import sums
-from kfac._factors import per_block
+from kfac._factors import per_block, safe_ratio
 from kfac._layers import Layer
 
 ScalarOrSchedule = float | Array | Callable[[Array], ArrayLike]
@@ -38,7 +38,7 @@ class ScalingConfig:
       step_norm: see `kfac.kfac`.
       trust_ratio: see `kfac.kfac`.
       adaptive_layer_rates: whether each block adapts its own multiplier of the learning rate.
-      layer_multipliers: multipliers for the steps of some layers, keyed by the layers' first paths.
+      layer_multipliers: multipliers for the steps of some layers, by layer name.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -79,7 +79,7 @@ class ScalingConfig:
 
         The length is the spectral norm for a kernel, and the root mean square otherwise.
         """
-        multiplier = (self.layer_multipliers or {}).get(layer.params[0], 1.0)
+        multiplier = (self.layer_multipliers or {}).get(layer.name, 1.0)
         if not kernel:
             return multiplier * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
@@ -184,9 +184,9 @@ def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         keeps_rows = scaling.step_norm is not None and layer.kind == "embedding"
-        kernel = group.block.kernel and not keeps_rows
+        kernel = group.owned and not keeps_rows
         rows = layer.layouts[0].size("in")
-        height = layer.block_shapes["A"][0]
+        height = -(-layer.d_in // layer.num_blocks[0])
         widths = np.clip(rows - height * np.arange(layer.num_blocks[0]), 0, height)
         size = np.full(count, kernel * rows * layer.d_out)
         length = np.full(count, scaling.length(layer, kernel))
@@ -262,7 +262,7 @@ def normalize_step(
     ends = np.cumsum([len(s.uu) for s in sums_of.values()])[:-1]
     radials = jnp.split(_radial(joined), ends)
     # The factors that give the steps' nonzero elements the root mean square `length`.
-    ratio = _ratio(joined.length * jnp.sqrt(joined.moving), joined.uu)
+    ratio = safe_ratio(joined.length * jnp.sqrt(joined.moving), jnp.sqrt(joined.uu))
     ratios = jnp.split(ratio, ends)
     for (name, x), radial, ratio in zip(stacks.items(), radials, ratios, strict=True):
         u = x.updates
@@ -348,7 +348,7 @@ def _radial(s: BlockSums) -> Array:
     bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg)
     bound = bound / jnp.sqrt(jnp.maximum(s.size, 1))
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
-    return jnp.where(orthogonal, s.uw / jnp.where(s.ww > 0, s.ww, 1), 0)
+    return jnp.where(orthogonal, safe_ratio(s.uw, s.ww), 0)
 
 
 def _spectral_ratio(
@@ -366,8 +366,9 @@ def _spectral_ratio(
     left = jnp.sum(jnp.square(kernels), axis=(1, 2))
     spectral = jnp.square(spectral_norm(kernels))
     left, spectral = x.over_kernels(jnp.stack([left, spectral]))
-    shortened = jnp.sqrt(jnp.minimum(_quotient(left, LEAST_LEFT * s.uu), 1))
-    return (_ratio(s.length, spectral) * shortened).astype(steps.dtype)
+    shortened = jnp.sqrt(jnp.minimum(safe_ratio(left, LEAST_LEFT * s.uu), 1))
+    ratio = safe_ratio(s.length, jnp.sqrt(spectral))
+    return (ratio * shortened).astype(steps.dtype)
 
 
 def _trust_ratio(
@@ -379,7 +380,8 @@ def _trust_ratio(
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
     left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
     (left,) = x.over_kernels(left)
-    ratio = _ratio(coefficient * jnp.sqrt(s.ww), jnp.maximum(left, LEAST_LEFT * s.uu))
+    norm = jnp.sqrt(jnp.maximum(left, LEAST_LEFT * s.uu))
+    ratio = safe_ratio(coefficient * jnp.sqrt(s.ww), norm)
     return jnp.where((s.ww > 0) & (left > 0), ratio, 1).astype(steps.dtype)
 
 
@@ -409,13 +411,3 @@ def spectral_norm(stack: Array) -> Array:
 def _normalised(vectors: Array) -> Array:
     norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(norm > 0, norm, 1)
-
-
-def _ratio(length: Array, square: Array) -> Array:
-    """Return `length / sqrt(square)`, the factor that scales a norm to `length`; 0 if `square` is 0."""
-    return _quotient(length, jnp.sqrt(square))
-
-
-def _quotient(a: Array, b: Array) -> Array:
-    """Return `a / b`, or 0 where `b` is 0."""
-    return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)

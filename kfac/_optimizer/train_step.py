@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -134,21 +131,22 @@ class TrainStep:
     def _programs(self) -> dict[str, Callable[..., Any]]:
         """The compiled programs, by name."""
 
-        def compiled(
-            method,
-            what,
-            donated=(),
-        ):
-            donated = donated if self.donate else ()
-            return _jit_with_notice(method, what, self.verbose, donated)
+        def compiled(method, *donated):
+            program = jax.jit(method, donate_argnums=donated if self.donate else ())
+
+            def call(params, *args, **kwargs):
+                return program(jax.tree.map(_strong, params), *args, **kwargs)
+
+            return call
 
         def init(params):
-            return self._optimizer(self._find_layers(params, (), {})).init(params)
+            layers = self._find_layers(params, (), {})
+            return kfac(self.learning_rate, layers, **self.options).init(params)
 
         return {
-            "init": compiled(init, "the state"),
-            "observe": compiled(self._observe, "the statistics", (1,)),
-            "step": compiled(self._step, "the step", (0, 1)),
+            "init": compiled(init),
+            "observe": compiled(self._observe, 1),
+            "step": compiled(self._step, 0, 1),
         }
 
     def _find_layers(
@@ -171,9 +169,6 @@ class TrainStep:
                 **kwargs,
             )
         return self.layers[shapes]
-
-    def _optimizer(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
-        return kfac(self.learning_rate, layers, **self.options)
 
     def _in_parts(
         self,
@@ -230,7 +225,8 @@ class TrainStep:
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         measure = self._in_parts(measure, layers, self.num_microbatches)
         value, grads = measure(params, *args, **kwargs)
-        updates, opt_state = self._optimizer(layers).update(grads, opt_state, params)
+        tx = kfac(self.learning_rate, layers, **self.options)
+        updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
 
@@ -288,8 +284,7 @@ def train_step(
       strict: see `find_layers`.
       max_factor_dim: see `find_layers`. With `preconditioner=kfac.EKFAC()`, None means 8192, so that oblong kernels of
         up to 8192 rows stay whole.
-      verbose: whether `init` prints a line about the layers, and whether compilations that take longer than 5 s report
-        the time so far on stderr.
+      verbose: whether `init` prints a line about the layers.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
       options: further options of `kfac.kfac`: `damping=`, `step_norm=`, `statistics_fraction=` and so on.
@@ -351,49 +346,6 @@ def _strong(leaf: Array) -> Array:
     if not getattr(leaf, "weak_type", False):
         return leaf
     return lax.convert_element_type(leaf, leaf.dtype)
-
-
-def _jit_with_notice(
-    function: Callable[..., Any],
-    what: str,
-    verbose: bool,
-    donated: tuple[int, ...] = (),
-) -> Callable[..., Any]:
-    """Wrap `function(params, ...)` in `jax.jit`, and report the time of long compilations on stderr.
-
-    With `verbose`, the first process reports after 5 s, 10 s, 20 s, and so on. The call returns only when compilation
-    ends, so a thread prints the reports. The thread only sleeps and prints. It ends with the call or with the process,
-    and no code waits for it.
-    """
-    running: list[threading.Event] = []
-
-    def tell(ended):
-        began = time.monotonic()
-        while not ended.wait(max(5.0, time.monotonic() - began)):
-            line = f"compiling {what}: {time.monotonic() - began:.0f} s so far"
-            print(line, file=sys.stderr, flush=True)
-
-    @functools.wraps(function)
-    def traced(*args, **kwargs):
-        if verbose and jax.process_index() == 0:
-            ended = threading.Event()
-            running.append(ended)
-            threading.Thread(target=tell, args=(ended,), daemon=True).start()
-        return function(*args, **kwargs)
-
-    if donated:
-        # Otherwise JAX looks up the donated arguments in the signature of `function`.
-        del traced.__wrapped__
-    program = jax.jit(traced, donate_argnums=donated)
-
-    def call(params, *args, **kwargs):
-        try:
-            return program(jax.tree.map(_strong, params), *args, **kwargs)
-        finally:
-            while running:
-                running.pop().set()
-
-    return call
 
 
 def _summary(layers: Layers, options: dict[str, Any]) -> str:

@@ -375,7 +375,7 @@ def _decompose(
     for layer, part in group.split(spectra):
         # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
         if not group.owned:
-            part = group.block.unstack(layer, part)
+            part = group.unstack(layer, part)
         blocks[layer.name] = part
     return blocks
 
@@ -417,7 +417,7 @@ def _from_factors(
         preconditioner_state = None
         if layer.supports_ekfac:
             preconditioner.check(layer, factors[layer.name])
-            vectors = group.block.stack(layer, basis[layer.name])
+            vectors = group.stack(layer, basis[layer.name])
             # `EKFAC.spectrum` computes the factors' eigenvalues along these vectors.
             sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
             weight = jnp.ones_like(statistics.moments[:, 0, 0])
@@ -466,5 +466,5 @@ def factors_from_state(opt_state: Any, layers: Layers) -> Factors:
     blocks = {}
     for group, block in blocks_of(state, layers, "opt_state"):
         for layer, stack in group.split(block.factors):
-            blocks[layer.name] = group.block.unstack(layer, stack)
+            blocks[layer.name] = group.unstack(layer, stack)
     return Factors({layer.name: blocks[layer.name] for layer in layers.with_factors})

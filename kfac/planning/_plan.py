@@ -1,17 +1,51 @@
-"""Predict a run's cost on many devices, and choose intervals that meet a given overhead."""
+"""Predict a run's cost on many devices from the layers' shapes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
+import functools
 from collections.abc import Mapping
 
-from kfac._checks import RENAMED, check, check_given, with_hints
-from kfac._curvature.preconditioner import BlockPreconditioner
-from kfac._distributed.cost_model import applied, products_of, statistics_of
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from kfac._checks import (
+    RENAMED,
+    check,
+    check_choice,
+    check_given,
+    check_layers,
+    with_hints,
+)
+from kfac._curvature.blocks import Group, group_layers
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    check_preconditioner,
+    count_bytes,
+)
+from kfac._curvature.soap import SOAP
+from kfac._distributed.comm import CommContext
+from kfac._distributed.cost_model import (
+    OVERHEAD,
+    REFRESH_PRICE,
+    affordable,
+    applied,
+    products_of,
+    statistics_of,
+)
+from kfac._distributed.distribution import Distribution
+from kfac._distributed.message_layout import BUCKETS, make_buckets, make_message_layout
+from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
+from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
-from kfac.planning._assignment import Assignment, gradient_bytes, with_positions
+from kfac._mesh import PyTree
+from kfac._optimizer.config import Config
+from kfac._optimizer.kfac import statistics_share
+from kfac._optimizer.sharded_step import init_over_mesh
+from kfac._optimizer.state import Settings
+from kfac._optimizer.step_scaling import ScalingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +64,10 @@ class Hardware:
     bandwidth: float
     memory: float = 8e10
 
+    def __post_init__(self):
+        """Check the numbers."""
+        check(**dataclasses.asdict(self))
+
 
 # FLOPs are a fifth of the H100's bfloat16 peak (989 TFLOP/s), and two fifths of the TPU v5p's (459 TFLOP/s). Each H100
 # has a network of 400 Gbit/s. A TPU v5p has six links with 4,800 Gbit/s together; a ring uses the two links on one axis
@@ -40,43 +78,45 @@ HARDWARE = {
 }
 
 
-# `Plan.seconds` has these keys for messages whose own name already stands for computation.
-_SENT = {"statistics": "statistics' messages", "inverses": "refreshes' messages"}
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The predicted cost of a run, as returned by `plan`. Print it to see a table.
 
+    The cost has four parts. `"gradients"` and `"preconditioning"` occur in each step, `"statistics"` each time they are
+    taken, and `"refresh"` each time the inverses are refreshed.
+
     Attributes:
-      assignment: the blocks' owners.
+      devices: the number of devices.
       batch: the global batch size in examples.
       hardware: a device's assumed speed and memory.
-      overhead: the target overhead, as a fraction of a first-order step's time.
-      statistics_period: the interval between statistics, in steps. None if no interval meets the overhead.
-      inverse_update_period: the interval between refreshes, in steps. None if no interval meets the overhead.
-      flops: FLOPs of a device, by part: `"model"` and `"preconditioning"` in each step, `"statistics"` each time they
-        are taken, and `"inversions"` in each refresh, on the critical path.
-      messages: bytes by kind of message, by part: `"gradients"` and `"results"` (preconditioned gradients) in each
-        step, `"statistics"` each time they are taken, and `"inverses"` (bases that all devices get) in each refresh.
-      seconds: predicted time of each part, each time. The keys are the keys of `flops`, `"gradients"`, `"results"`,
-        `"statistics' messages"` and `"refreshes' messages"`.
-      memory: bytes of a device, by part: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
+      statistics_period: the interval between statistics, in steps.
+      inverse_update_period: the interval between refreshes, in steps.
+      flops: FLOPs of the busiest device, by part.
+      messages: bytes that a device sends, by part: the all-reduce of the gradients, the gather of the preconditioned
+        gradients, the statistics on the way to the blocks' owners, and `EKFAC`'s new bases.
+      memory: bytes of a device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
         `"statistics"` of a step, which are packed on several devices. Activations are not included.
-      largest: the layer whose block costs most to invert, and the block's share of the critical path.
     """
 
-    assignment: Assignment
+    devices: int
     batch: int
     hardware: Hardware
-    overhead: float
-    statistics_period: int | None
-    inverse_update_period: int | None
+    statistics_period: int
+    inverse_update_period: int
     flops: dict[str, float]
-    messages: dict[str, dict[str, int]]
-    seconds: dict[str, float]
+    messages: dict[str, float]
     memory: dict[str, int]
-    largest: tuple[str, float]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Predicted time, by part."""
+        hardware = self.hardware
+        seconds = {}
+        for part, flops in self.flops.items():
+            rate = hardware.inversion_flops if part == "refresh" else hardware.flops
+            sent = self.messages[part] / hardware.bandwidth
+            seconds[part] = flops / rate + sent
+        return seconds
 
     @property
     def fits(self) -> bool:
@@ -84,28 +124,37 @@ class Plan:
         return sum(self.memory.values()) <= self.hardware.memory
 
     @property
-    def first_order_seconds(self) -> float:
-        """Seconds for a step without K-FAC, including the model and its gradients' messages.
-
-        These messages are `Assignment.gradients_messages`, which include messages to the blocks' owners.
-        """
-        return self.seconds["model"] + self.seconds["gradients"]
-
-    @property
     def extra_seconds(self) -> float:
-        """Seconds that K-FAC adds to a mean step.
-
-        Without intervals, this counts preconditioning and its messages only.
-        """
-        always = self.seconds["preconditioning"] + self.seconds["results"]
-        if not self.statistics_period or not self.inverse_update_period:
-            return always
-        return always + _seldom(
-            self.seconds, self.statistics_period, self.inverse_update_period
+        """Seconds that K-FAC adds to a mean step."""
+        seconds = self.seconds
+        return (
+            seconds["preconditioning"]
+            + seconds["statistics"] / self.statistics_period
+            + seconds["refresh"] / self.inverse_update_period
         )
 
     def __repr__(self) -> str:
-        return _text(self)
+        hardware = self.hardware
+        seconds = self.seconds
+        lines = [
+            f"{self.devices:,} device(s), batch {self.batch:,}; ASSUMED of a device, in a second: "
+            f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in refreshes, "
+            f"{format_bytes(hardware.bandwidth)} sent",
+            f"{'part':<16}{'FLOPs of a device':>18}{'sent':>10}{'predicted ms':>14}",
+        ]
+        for part, flops in self.flops.items():
+            sent = format_bytes(self.messages[part])
+            lines.append(
+                f"{part:<16}{flops:>18.3g}{sent:>10}{1e3 * seconds[part]:>14.3f}"
+            )
+        memory = [f"{part} {format_bytes(size)}" for part, size in self.memory.items()]
+        fits = "fits into" if self.fits else "DOES NOT FIT into"
+        lines += [
+            f"memory of a device without activations: {', '.join(memory)}; {fits} {format_bytes(hardware.memory)}",
+            f"statistics every {self.statistics_period} and refreshes every {self.inverse_update_period} step(s): "
+            f"{1e3 * self.extra_seconds:.3g} ms more than {1e3 * seconds['gradients']:.3g} ms",
+        ]
+        return "\n".join(lines)
 
 
 @with_hints(RENAMED)
@@ -113,289 +162,199 @@ def plan(
     layers: Layers,
     *,
     devices: int,
-    batch: int,
+    batch: int | None = None,
     hardware: str | Hardware = "h100",
-    overhead: float = 0.05,
+    overhead: float = OVERHEAD,
     preconditioner: BlockPreconditioner | None = None,
-    gradients: str = "averaged",
-    communication_dtype: str = "float32",
-    inverse_update_period: int | None = None,
+    statistics_fraction: float | None = None,
     statistics_period: int | None = None,
-    **rates: float,
+    inverse_update_period: int | None = None,
 ) -> Plan:
     """Predict the cost of K-FAC on many devices from the layers' shapes. This compiles nothing and needs no device.
 
-    The model's FLOPs count the matrix products and convolutions that read parameters, three times for the forward and
-    the backward pass. The statistics' FLOPs count dense products. For convolutions with stride 1, the real number is up
-    to 7 times smaller. Seconds are FLOPs and bytes divided by the assumed rates of the hardware, without overlap.
+    Gradients are averaged by an all-reduce, and messages are float32. The gradients' FLOPs count the matrix products
+    and convolutions that read parameters, three times for the forward and the backward pass. The statistics' FLOPs
+    count dense products; for convolutions with stride 1, the real number is up to 7 times smaller. Statistics include a
+    forward and a backward pass of their own, except if each step takes them from all examples, as `value_and_grad`
+    does. Seconds are FLOPs and bytes divided by the assumed rates of the hardware, without overlap.
 
     Args:
       layers: the result of `find_layers` for real example shapes.
       devices: number of devices.
-      batch: the global batch size in examples.
+      batch: the global batch size in examples. None: the number of examples that the layers were found with.
       hardware: `"h100"`, `"tpu-v5p"`, or a `Hardware`.
-      overhead: the acceptable overhead of a mean step, as a fraction of a first-order step's time. The function picks
-        the shortest intervals that meet it: first a common interval, then a shorter interval for statistics if the
-        budget allows this.
-      preconditioner: the kind of inverse, as for the optimizer. None: `SOAP()`, the default of `kfac.kfac`.
-      gradients: how gradients get to the blocks' owners; see `Assignment`.
-      communication_dtype: the dtype of the statistics' messages, as for `value_and_grad`.
-      inverse_update_period: the interval between refreshes. None picks it.
-      statistics_period: the interval between statistics. None picks it.
-      **rates: values that replace fields of `hardware`: `flops`, `inversion_flops`, `bandwidth`, `memory`.
+      overhead: the target overhead, as for `kfac.kfac`. It sets both intervals to the interval that `kfac.kfac` takes
+        on an accelerator, if its layers are found with this batch.
+      preconditioner: the kind of inverse, as for `kfac.kfac`. None: `SOAP()`.
+      statistics_fraction: the fraction of the examples with statistics, as for `kfac.kfac`.
+      statistics_period: the interval between statistics, instead of the interval that `overhead` sets.
+      inverse_update_period: the interval between refreshes, instead of the interval that `overhead` sets.
 
     Returns:
       A `Plan`.
 
     Raises:
       ValueError: an argument is out of range, or a layer was found without positions.
-      TypeError: `rates` has a key that is not a field of `Hardware`.
     """
-    machine = _machine(hardware, rates)
-    check(batch=batch, overhead=overhead)
+    check_layers(layers)
+    preconditioner = SOAP() if preconditioner is None else preconditioner
+    check_preconditioner(preconditioner)
+    if not isinstance(hardware, Hardware):
+        check_choice("hardware", hardware, [*HARDWARE])
+        hardware = HARDWARE[hardware]
+    batch = layers.num_examples if batch is None else batch
+    check(devices=devices, batch=batch, overhead=overhead)
+    assert batch  # for mypy, because `check` refuses None
     check_given(
-        inverse_update_period=inverse_update_period, statistics_period=statistics_period
+        statistics_period=statistics_period, inverse_update_period=inverse_update_period
     )
-    assignment = Assignment(
-        layers, devices, preconditioner, gradients, communication_dtype
-    )
-    flops = _flops(assignment, batch)
-    messages = {
-        "gradients": assignment.gradients_messages,
-        "statistics": assignment.statistics_messages,
-        "results": assignment.results_messages,
-        "inverses": assignment.fetched_messages,
+    layers = dataclasses.replace(layers, num_examples=batch)
+    share = statistics_share(layers, preconditioner, statistics_fraction)
+    every = int(affordable(layers, preconditioner, overhead, share, REFRESH_PRICE))
+    statistics_period = statistics_period or every
+    examples = batch / devices
+    forward = sum(map(products_of, layers))
+    statistics = sum(map(statistics_of, layers))
+    if share > 1 or statistics_period > 1:
+        statistics += 2 * forward
+    blocks = _Blocks(group_layers(layers), preconditioner, devices)
+    gradients = 4 * sum(layer.num_params for layer in layers)
+    flops = {
+        "gradients": 3 * examples * forward,
+        "statistics": examples / share * statistics,
+        **blocks.flops,
     }
-    seconds = _seconds(flops, messages, devices, machine)
-    first_order = seconds["model"] + seconds["gradients"]
-    budget = overhead * first_order - seconds["preconditioning"] - seconds["results"]
-    statistics_period, inverse_update_period = _intervals(
-        seconds, budget, statistics_period, inverse_update_period
-    )
+    messages = {
+        "gradients": blocks.all_reduced(gradients),
+        **blocks.messages,
+    }
+    memory = {
+        "parameters": gradients,
+        "gradients": gradients,
+        "state": _state_bytes(layers, blocks),
+        "statistics": blocks.statistics,
+    }
     return Plan(
-        assignment,
+        devices,
         batch,
-        machine,
-        overhead,
+        hardware,
         statistics_period,
-        inverse_update_period,
+        inverse_update_period or every,
         flops,
         messages,
-        seconds,
-        _memory(assignment),
-        _largest(assignment),
+        memory,
     )
 
 
-def _machine(hardware: str | Hardware, rates: dict[str, float]) -> Hardware:
-    if isinstance(hardware, str):
-        if hardware not in HARDWARE:
-            raise ValueError(
-                f"hardware must be one of {', '.join(map(repr, HARDWARE))} or a Hardware, but is {hardware!r}"
-            )
-        hardware = HARDWARE[hardware]
-    fields = sorted(field.name for field in dataclasses.fields(Hardware))
-    for name, rate in rates.items():
-        if name not in fields:
-            raise TypeError(
-                f"plan has no argument {name!r}; rates of hardware are {', '.join(fields)}"
-            )
-        check(**{name: rate})
-    return dataclasses.replace(hardware, **rates)
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a run, and what they cost on the devices.
 
-
-def _flops(assignment: Assignment, batch: int) -> dict[str, float]:
-    """Return a device's FLOPs by part of a step."""
-    layers = assignment.layers
-    local = batch / assignment.devices
-    return {
-        "model": 3 * local * sum(map(products_of, layers)),
-        "statistics": local * sum(map(statistics_of, layers)),
-        "preconditioning": sum(
-            n * applied(group.shapes) for n, group in with_positions(assignment)
-        ),
-        "inversions": max(assignment.cost_per_device) * assignment.kind.flops,
-    }
-
-
-def _seconds(
-    flops: dict[str, float],
-    messages: dict[str, dict[str, int]],
-    devices: int,
-    machine: Hardware,
-) -> dict[str, float]:
-    """Return the seconds by part of a step."""
-    seconds = {name: count / machine.flops for name, count in flops.items()}
-    seconds["inversions"] = flops["inversions"] / machine.inversion_flops
-    ring = 2 * (devices - 1) / devices / machine.bandwidth
-    for name, kinds in messages.items():
-        seconds[_SENT.get(name, name)] = ring * in_all_reduces(kinds)
-    return seconds
-
-
-def _largest(assignment: Assignment) -> tuple[str, float]:
-    """Return the layer whose block costs most to invert, and the block's share of the critical path."""
-    names = {group.name: group.layers[0].name for group in assignment.groups}
-    blocks = [(cost.work, names[cost.name]) for cost in assignment.costs]
-    work, layer = max(blocks, default=(0, "no layer"))
-    return layer, work / max(1, *assignment.cost_per_device)
-
-
-def _memory(assignment: Assignment) -> dict[str, int]:
-    """Return a device's bytes by part, all in float32.
-
-    If gradients are split, a device holds its share of the parameters and gradients, and in addition its own blocks'
-    gradients as stacks.
+    Attributes:
+      groups: the groups of equal blocks.
+      preconditioner: the kind of inverse.
+      devices: the number of devices.
     """
-    parameters = gradient_bytes(assignment.layers)
-    gradients = parameters
-    if assignment.gradients == "split":
-        parameters = -(-parameters // assignment.devices)
-        gradients = parameters + assignment.results_messages.get("all-to-all", 0)
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "state": assignment.memory_per_device,
-        "statistics": 4 * _statistics_elements(assignment),
-    }
+
+    groups: tuple[Group, ...]
+    preconditioner: BlockPreconditioner
+    devices: int
+
+    @functools.cached_property
+    def assignments(self) -> dict[str, BlockAssignment]:
+        """How each group's blocks are dealt to the devices."""
+        return assign_blocks(group_costs(self.groups), self.devices)
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """FLOPs of the busiest device for preconditioning and for a refresh."""
+        products = 0.0
+        for group in self.groups:
+            if group.owned:
+                slots = self.assignments[group.name].slots
+                products += slots * applied(group.shapes)
+        work = np.zeros(self.devices)
+        for cost in group_costs(self.groups):
+            work += cost.work * np.sum(self.assignments[cost.name].slot_mask, axis=1)
+        return {
+            "preconditioning": self.preconditioner.products * products,
+            "refresh": self.preconditioner.flops * float(max(work)),
+        }
+
+    @property
+    def messages(self) -> dict[str, float]:
+        """Bytes that a device sends for preconditioned gradients, statistics and new bases."""
+        gradients = {}
+        statistics = {}
+        bases = {}
+        reduced = 0
+        for group in self.groups:
+            size = self.statistics_of(group)
+            if not group.owned:
+                reduced += group.size * size
+                continue
+            gradients[group.name] = 4 * group.d_in * group.d_out
+            statistics[group.name] = size
+            basis = jax.eval_shape(functools.partial(self.basis, group))
+            bases[group.name] = count_bytes(basis)
+        return {
+            "preconditioning": self.moved(gradients),
+            "statistics": self.moved(statistics, BUCKETS) + self.all_reduced(reduced),
+            "refresh": self.moved(bases),
+        }
+
+    @property
+    def statistics(self) -> int:
+        """Bytes of all blocks' statistics."""
+        return sum(group.size * self.statistics_of(group) for group in self.groups)
+
+    def statistics_of(self, group: Group) -> int:
+        """Return the bytes of a block's statistics. Several devices hold and send them packed."""
+        if not group.captured:
+            return 4 * group.d_in * group.d_out
+        shapes = tuple(group.shapes.values())
+
+        def stored():
+            block = self.zeros(group)
+            return block if self.devices == 1 else block.packed(shapes)
+
+        return count_bytes(jax.eval_shape(stored))
+
+    def zeros(self, group: Group) -> Block:
+        """Return a block's statistics before the first batch."""
+        return group.zeros(1, jnp.float32, group.moments(self.preconditioner))
+
+    def basis(self, group: Group) -> PyTree:
+        """Return a block's basis, which all devices need, or None."""
+        return self.preconditioner.basis(self.preconditioner.init(self.zeros(group)))
+
+    def all_reduced(self, size: int) -> float:
+        """Return the bytes that a device sends in an all-reduce."""
+        return 2 * (self.devices - 1) / self.devices * size
+
+    def moved(self, sizes: Mapping[str, int], buckets: int = 1) -> int:
+        """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
+
+        Args:
+          sizes: the bytes of a block, for each group.
+          buckets: the largest number of messages.
+        """
+        total = 0
+        whole = {n: self.assignments[n].blocks * k for n, k in sizes.items() if k}
+        for names in make_buckets(whole, buckets):
+            layout = make_message_layout(self.assignments, {n: sizes[n] for n in names})
+            evenly = sum(self.assignments[n].full * sizes[n] for n in names)
+            total += (self.devices - 1) * (evenly + layout.width + layout.exchanged)
+        return total
 
 
-def _statistics_elements(assignment: Assignment) -> int:
-    """Return the number of elements that a device holds for a step's statistics.
-
-    A single device holds whole factors, several devices hold packed factors. If gradients are split, a device holds its
-    share of the packed factors, its own blocks, and the largest layer's unpacked factors.
-    """
-    if assignment.devices == 1:
-        factors = [layer.factor_shapes for layer in assignment.layers.with_factors]
-        return sum(map(_elements, factors))
-    if assignment.gradients != "split":
-        return assignment.packed_elements
-    held = assignment.packed_elements // assignment.devices
-    for positions, group in with_positions(assignment):
-        if group.captured:
-            held += positions * _elements(group.shapes)
-    largest = 0
-    for layer in assignment.layers.with_factors:
-        if layer.block.owned:
-            largest = max(largest, _elements(layer.side_shapes))
-    return held + largest
-
-
-def _elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(map(math.prod, shapes.values()))
-
-
-def _too_large(plan: Plan) -> list[str]:
-    """Return a warning that names the required memory and the option that helps. Empty if the run fits."""
-    if plan.fits:
-        return []
-    split = dataclasses.replace(plan.assignment, gradients="split")
-    rest = sum(_memory(split).values())
-    most = max(plan.memory, key=lambda part: plan.memory[part])
-    way = (
-        f"most of it: {most}. find_layers(max_factor_dim=...) makes state and statistics smaller, "
-        "more devices all else"
-    )
-    several = plan.assignment.devices > 1 and plan.assignment.gradients != "split"
-    if several and rest <= plan.hardware.memory:
-        way = f"split the parameters over the devices, gradients='split' here: {format_bytes(rest)}"
-    needed = format_bytes(sum(plan.memory.values()))
-    return [
-        f"DOES NOT FIT: {needed} without activations, but a device has {format_bytes(plan.hardware.memory)}. {way}"
-    ]
-
-
-def in_all_reduces(messages: dict[str, int]) -> float:
-    """Return the bytes of an all-reduce that takes as long as these messages.
-
-    An all-reduce is a reduce-scatter and an all-gather, so messages of other kinds count half.
-    """
-    return (sum(messages.values()) + messages.get("all-reduce", 0)) / 2
-
-
-def _seldom(
-    seconds: dict[str, float],
-    statistics_period: int,
-    inverse_update_period: int,
-) -> float:
-    """Return the seconds of a mean step that go into statistics, refreshes and their messages."""
-    statistics = seconds["statistics"] + seconds["statistics' messages"]
-    refreshes = seconds["inversions"] + seconds["refreshes' messages"]
-    return statistics / statistics_period + refreshes / inverse_update_period
-
-
-def _intervals(
-    seconds: dict[str, float],
-    budget: float,
-    statistics_period: int | None,
-    inverse_update_period: int | None,
-) -> tuple[int | None, int | None]:
-    """Return the shortest intervals whose work fits into `budget` seconds of a mean step. Given intervals stay."""
-
-    def work(n):
-        return _seldom(seconds, statistics_period or n, inverse_update_period or n)
-
-    if (statistics_period and inverse_update_period) or work(1 << 30) >= budget:
-        return statistics_period, inverse_update_period
-    # Intervals of hundreds of steps need not be exact.
-    candidates = (round(1.02**k) for k in itertools.count())
-    both = next(n for n in candidates if work(n) <= budget)
-    inverse_update_period = inverse_update_period or both
-    if not statistics_period:
-        statistics_period = next(n for n in range(1, both + 1) if work(n) <= budget)
-    return statistics_period, inverse_update_period
-
-
-def _text(plan: Plan) -> str:
-    assignment = plan.assignment
-    hardware = plan.hardware
-    rows = []
-    for part in (
-        "model",
-        "gradients",
-        "statistics",
-        "inversions",
-        "preconditioning",
-        "results",
-        "inverses",
-    ):
-        if part in plan.flops or plan.messages[part]:
-            rows.append(_row(plan, part))
-    name, share = plan.largest
-    cut = (
-        ": find_layers(max_factor_dim=...) cuts its factors into blocks"
-        if share > 0.3
-        else ""
-    )
-    costs = assignment.cost_per_device
-    busiest = max(costs) / max(1, sum(costs)) * assignment.devices
-    memory = [f"{part} {format_bytes(size)}" for part, size in plan.memory.items()]
-    takes = f"no intervals keep to {plan.overhead:.1%}: what is done at every step alone takes"
-    if plan.statistics_period and plan.inverse_update_period:
-        takes = f"statistics every {plan.statistics_period} and inverses every {plan.inverse_update_period} step(s):"
-    base = plan.first_order_seconds
-    extra = plan.extra_seconds
-    lines = [
-        *_too_large(plan),
-        f"{assignment.devices:,} device(s), batch {plan.batch:,}; ASSUMED of a device, in a second: "
-        f"{hardware.flops:.3g} FLOPs, {hardware.inversion_flops:.3g} in inversions, "
-        f"{format_bytes(hardware.bandwidth)} sent",
-        f"{'part':<22}{'FLOPs of a device':>18}{'predicted ms':>14}  messages",
-        *rows,
-        f"critical path of a refresh: {plan.flops['inversions']:.3g} FLOPs, "
-        f"{1e3 * plan.seconds['inversions']:.3g} ms, {busiest:.2f} times all work over all devices; {share:.0%} of it "
-        f"is a block of the shape of {name}{cut}",
-        f"memory of a device: {', '.join(memory)}",
-        f"{takes} {1e3 * extra:.3g} ms more than {1e3 * base:.3g} ms, {extra / base:.1%}",
-    ]
-    return "\n".join(lines)
-
-
-def _row(plan: Plan, part: str) -> str:
-    """Return a part's row of the table."""
-    seconds = sum(plan.seconds.get(key, 0) for key in {part, _SENT.get(part, part)})
-    flops = f"{plan.flops[part]:.3g}" if part in plan.flops else ""
-    kinds = plan.messages.get(part, {})
-    sent = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.items())
-    return f"{part:<22}{flops:>18}{1e3 * seconds:>14.3f}  {sent}".rstrip()
+def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
+    """Return the bytes of a device's state, with momentum."""
+    mesh = AbstractMesh((blocks.devices,), ("devices",))
+    comm = CommContext(("devices",), ("devices",))
+    scaling = ScalingConfig(momentum=0.9)
+    config = Config(layers, blocks.groups, blocks.preconditioner, comm, scaling)
+    settings = Settings(layers, blocks.preconditioner, Distribution(), True)
+    state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
+    own = count_bytes((state.owned, state.flat_state))
+    return own // blocks.devices + count_bytes((state.shared, state.bases))

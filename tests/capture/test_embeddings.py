@@ -504,11 +504,12 @@ def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
 
 def test_the_plan_counts_a_diagonal_as_one():
     *_, layers = problem(jnp.float32)
-    plan = kfac.planning.Assignment(layers, devices=1, preconditioner=kfac.Cholesky())
+    plan = kfac.planning.plan(layers, devices=1, preconditioner=kfac.Cholesky())
     table = V + D * D
-    assert sum(plan.cost_per_device) == 2 * (V + D**3) + 2**3 + D**3
+    assert plan.flops["refresh"] == kfac.Cholesky().flops * (2 * (V + D**3) + 2**3 + D**3)
     momentum = 4 * sum(layer.num_params for layer in layers)
-    assert plan.memory_per_device == 8 * (2 * table + D * D + 4) + momentum
+    # Each of the three blocks has a weight, a condition and the step of its last inversion.
+    assert plan.memory["state"] == 8 * (2 * table + D * D + 4) + momentum + 3 * 12
     row = next(line for line in repr(layers).splitlines() if line.startswith("table"))
     assert f"{V} (diagonal)" in row and "counts" in row
 

@@ -131,11 +131,9 @@ def test_the_plan_counts_the_bytes_of_the_state(precision):
     preconditioner = kfac.Eigh(precision)
     tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, step_norm=None)
     state = state_of(jax.eval_shape(tx.init, params))
-    kept = [(block.factors, block.preconditioner) for block in state.blocks.values()]
-    kept = kept, state.bases, [block.momentum_state for block in state.blocks.values()]
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
-    plan = kfac.planning.Assignment(layers, preconditioner=preconditioner)
-    assert plan.memory_per_device == held
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.blocks, state.bases)))
+    plan = kfac.planning.plan(layers, devices=1, preconditioner=preconditioner)
+    assert plan.memory["state"] == held
 
 
 def test_rounding_below_zero_becomes_zero():

@@ -5,7 +5,6 @@ One test is of the inside of `_layers`: its table of kinds of blocks.
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from kfac._curvature.unitwise import ChannelPreconditioner
-from kfac._layers import BLOCKS, BlockKind
-from kfac.types import Unitwise
 from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, measured, plain_kfac, state_of
 
 
@@ -109,46 +105,11 @@ def test_a_class_without_parentheses_is_a_type_error(transform, options):
 
 def test_the_plan_counts_what_it_keeps():
     full, half = (
-        kfac.planning.Assignment(layers(), preconditioner=Diagonal(p)).memory_per_device
+        kfac.planning.plan(layers(), devices=1, preconditioner=Diagonal(p)).memory["state"]
         for p in ("float32", "bfloat16")
     )
     unitwise = 4 * 2 * 2 + 4
     assert full - half == 2 * (2 * 16 + unitwise)
-
-
-class Scalar(BlockKind):
-    """A kind of block that nobody else has: one number for a whole leaf, the mean square of its gradient."""
-
-    name, statistics, captured = "scalar", Unitwise, False
-
-    def shapes(self, layer):
-        return {"F": (1, 1, 1)}
-
-    def of_gradients(self, shapes, gradients):
-        return Unitwise(jnp.mean(jnp.square(gradients), axis=(1, 2)).reshape(-1, *shapes["F"]))
-
-    def preconditioner(self, preconditioner):
-        return ChannelPreconditioner(preconditioner.precision, preconditioner.relative)
-
-
-def test_a_kind_of_block_is_a_class_and_an_entry(monkeypatch):
-    """It is averaged, inverted, applied, planned and shown beside the others."""
-    monkeypatch.setitem(BLOCKS, "scalar", Scalar())
-    blocks = [dataclasses.replace(x, kind="scalar") if x.name == "offset" else x for x in layers()]
-    found = dataclasses.replace(layers(), blocks=tuple(blocks))
-    assert re.search("offset +scalar", repr(found))
-    grads, factors = measured(0)
-    blocks = {layer.name: factors[layer.name] for layer in found.with_factors}
-    factors = kfac.Factors(blocks, {"offset": grads["offset"]})
-    tx = kfac.scale_by_kfac(found, damping=0.25, unitwise_damping_scale=2.0)
-    updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
-        grads, factors
-    )
-    np.testing.assert_allclose(
-        state.blocks["gradient_scalar_4x1"].factors.F.ravel(), jnp.mean(grads["offset"] ** 2), rtol=1e-6
-    )
-    np.testing.assert_allclose(updates["offset"], grads["offset"] / (jnp.mean(grads["offset"] ** 2) + 0.5), rtol=1e-5)
-    assert kfac.planning.Assignment(found, 2, kfac.Cholesky()).memory_per_device > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_one_call_over_a_mesh(kind, x64):
     state = step.init(params, place(first))
     node = state_of(state)
     assert {own.assignment.devices for own in node.owned.values()} == {DEVICES}
-    assert bool(node.param_specs.specs) == (kind == AxisType.Auto)
+    assert bool(node.settings.param_specs) == (kind == AxisType.Auto)
     found = trained(step, params, state, place)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 

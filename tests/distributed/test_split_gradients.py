@@ -151,7 +151,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
             state = messages.abstract(jax.eval_shape(tx.init, params), states)
             if seen:  # by `init`, of arrays that lie so
                 zeros = {n: jnp.zeros(split[n].shape, device=lies[n]) for n in split}
-                state = state._replace(param_specs=tx.init(zeros).param_specs)
+                state = state._replace(settings=tx.init(zeros).settings)
             program = jax.jit(tx.update, out_shardings=(lies, states)).lower(split, state).compile()
         sent = messages.by_kind(messages.messages(program.as_text(), devices))
         sizes[seen] = sent.get("all-gather", 0), program.memory_analysis().temp_size_in_bytes

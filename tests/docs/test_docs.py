@@ -330,6 +330,6 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
 
 @pytest.mark.slow
 def test_the_plan_of_the_guide_prints(distributed):
-    table = str(kfac.planning.Assignment(distributed["layers"], devices=8))
-    assert "hidden" in table and "output" in table
-    assert len(table.splitlines()) == 1 + 8 + 1
+    table = str(kfac.planning.plan(distributed["layers"], devices=8))
+    assert "preconditioning" in table
+    assert len(table.splitlines()) == 2 + 4 + 2

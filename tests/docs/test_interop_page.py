@@ -67,13 +67,15 @@ def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
 
 @pytest.mark.slow
 def test_a_partition_gives_each_its_own(names):
-    """Without `skip=` only what is computed differs: a bias that is AdamW's is no part of its kernel's block."""
+    """Without `skip=` a bias that is AdamW's is an error, because it is part of its kernel's block."""
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
     whole = kfac.find_layers(loss_fn, params, batch)
     tx = optax.partition({"kfac": kfac.kfac(0.1, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
-    assert_same(names["partitioned_params"], plain(loss_fn, whole, params, batch, tx)[0])
-    # The first step of AdamW has the length of its rate.
+    with pytest.raises(ValueError, match=r"skip=\('\^hidden/bias\$',\)"):
+        tx.init(params)
     layers, partitioned = names["word_layers"], names["partitioned"]
+    assert_same(names["partitioned_params"], plain(loss_fn, layers, params, batch, partitioned)[0])
+    # The first step of AdamW has the length of its rate.
     first = plain(loss_fn, layers, params, batch, partitioned, steps=1)[0]
     moved = jnp.abs(first["embedding"]["embedding"] - params["embedding"]["embedding"])
     read = np.unique(batch[0])

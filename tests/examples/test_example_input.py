@@ -275,7 +275,7 @@ def test_plan(script, capsys, tmp_path, monkeypatch):
     script.main(["--plan", "1", "12", "--factor-every", "10", "--inverse-update-period", "100"])
     text = capsys.readouterr().out
     assert "1 device(s), batch 144" in text and "12 device(s), batch 144" in text
-    assert text.count("statistics every 10 and inverses every 100 step(s)") == 2 and "ASSUMED" in text
+    assert text.count("statistics every 10 and refreshes every 100 step(s)") == 2 and "ASSUMED" in text
     assert not any(tmp_path.iterdir())
 
 

@@ -9,7 +9,7 @@ import pytest
 from optax import contrib
 
 import kfac
-from problem import assert_close, batch, differ, initial, layers, loss_fn, measured, observing
+from problem import assert_close, batch, initial, layers, loss_fn, measured, observing
 
 RATE = 0.05
 GRADS, STATS = "the gradients", "the statistics"
@@ -347,19 +347,6 @@ def test_layers_may_be_an_argument_of_a_jitted_function():
 def test_schedule_free_without_momentum_is_taken():
     wrap = functools.partial(contrib.schedule_free, learning_rate=RATE)
     update(GRADS, "params", factors=STATS, wrap=wrap, tx=optimizer(momentum=None))
-
-
-@pytest.mark.slow
-def test_a_bias_that_its_statistics_hold_fast():
-    """With moments in the basis of kernel and bias together, the bias cannot leave."""
-    tx = optimizer(preconditioner=kfac.EKFAC())
-    basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
-    factors = kfac.value_and_grad(loss_fn, layers())(initial(), batch(0), basis=basis)[2]
-    mask = jax.tree.map(lambda leaf: leaf.ndim == 2, initial())
-    words = r"bias 'first/bias' is masked and its kernel is not.* skip=\('\^first/bias\$',\)\)"
-    with pytest.raises(ValueError, match=words):
-        update(GRADS, "params", factors=factors, tx=tx, wrap=lambda tx: optax.masked(tx, mask))
-    assert differ(factors, jax.tree.map(jnp.zeros_like, factors))
 
 
 @pytest.mark.parametrize("option", ["skip", "kfac_reduce", "gradient_factors", "batch_argnums"])

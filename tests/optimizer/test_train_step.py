@@ -1,13 +1,8 @@
-"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state.
-
-One test sets the clock of the thread that reports how long compiling takes.
-"""
+"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 
 import equinox as eqx
 import flax.linen as nn
@@ -329,51 +324,6 @@ def test_what_is_split_is_found_or_said(x64):
     for wrong in (0, True, -2, "2"):
         with pytest.raises(ValueError, match="num_microbatches must be a positive int"):
             once(x, y, parts=wrong)
-
-
-def none_is_left(before):
-    """Waits until there are no other threads than before."""
-    while set(threading.enumerate()) - before:
-        time.sleep(0.01)
-
-
-def said_in_a_slow_trace(capsys, monkeypatch, speed, **options):
-    """What `init` and a step whose trace takes half a second say, with a clock that is `speed` times as fast."""
-    params, x, loss_fn = perceptron()
-    pause = [0.0]
-    step = kfac.train_step(lambda params, x: time.sleep(pause[0]) or loss_fn(params, x), 0.05, **options)
-    state, pause[0] = step.init(params, x), 0.5
-
-    class Event(threading.Event):
-        def wait(self, timeout=None):
-            return super().wait(timeout and timeout / speed)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading, "Event", Event)
-        before = set(threading.enumerate())
-        step(params, state, x)
-        none_is_left(before)
-    return capsys.readouterr()
-
-
-@pytest.mark.slow
-def test_it_says_for_how_long_it_has_been_compiling(capsys, monkeypatch):
-    said = said_in_a_slow_trace(capsys, monkeypatch, speed=50)
-    lines = said.err.splitlines()
-    assert {line.split()[2] for line in lines} == {"statistics:", "step:"}
-    assert all(re.fullmatch(r"compiling the (statistics|step): \d+ s so far", line) for line in lines)
-    assert said.out.startswith("2 layers, 320 parameters, SOAP, statistics of 1/4 of the examples every 6 steps")
-    assert said.out.count("\n") == 1
-    for options in ({"speed": 0.01}, {"speed": 50, "verbose": False}):
-        assert said_in_a_slow_trace(capsys, monkeypatch, **options).err == ""
-
-
-def test_a_loss_that_raises_leaves_no_thread():
-    params, x, loss_fn = perceptron()
-    step, before = kfac.train_step(lambda params, x: loss_fn(params, x @ x), 0.05), set(threading.enumerate())
-    with pytest.raises(TypeError):
-        step.init(params, x)
-    none_is_left(before)
 
 
 @pytest.mark.slow
