@@ -62,6 +62,7 @@ def pretrained(monkeypatch):
     sys.modules.pop("pretrained")
 
 
+@pytest.mark.slow
 def test_a_network_in_the_shape_of_magika_is_fine_tuned(pretrained, monkeypatch):
     """The published weights need two more packages, so these are random."""
     monkeypatch.setattr(pretrained, "BATCH", 4)
