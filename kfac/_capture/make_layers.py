@@ -225,7 +225,8 @@ def bounded(layer: Layer, max_factor_dim: int | None) -> Layer:
         pieces = times
         if times > PIECES:
             pieces = PIECES if sizes[short] >= HEAD else 1
-        longest = LONG if layer.positions == 1 else LONG_SHARED
+        single = layer.positions == 1 or layer.weight_sharing == "reduce"
+        longest = LONG if single else LONG_SHARED
         if sizes[long] >= longest and counts[long] < pieces:
             counts[long] = pieces
             reasons.append(

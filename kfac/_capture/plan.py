@@ -109,7 +109,10 @@ def plan_taps(
         wire,
         {},
     )
-    for layer in analysis.layers.with_factors:
+    for found in analysis.layers.with_factors:
+        # How a kernel is cut depends on its positions, which `find_layers` may not have known.
+        num_blocks = layers[found.name].num_blocks
+        layer = dataclasses.replace(found, num_blocks=num_blocks)
         uses = [analysis.uses[path] for path in layer.params]
         if layer.kronecker:
             # The eigenbasis belongs to `layers`.
@@ -128,8 +131,8 @@ def check_same(expected: Layers, found: Layers) -> None:
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        # The overlap depends on the image size.
-        if a == dataclasses.replace(b, overlap=a.overlap):
+        # The overlap depends on the image size, and the cut on the number of positions.
+        if a == dataclasses.replace(b, overlap=a.overlap, num_blocks=a.num_blocks):
             continue
         names = [field.name for field in dataclasses.fields(a) if field.compare]
         others = [name for name in names if getattr(a, name) != getattr(b, name)]

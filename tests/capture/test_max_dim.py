@@ -128,6 +128,43 @@ def test_kernels_that_examples_read_at_several_positions_are_cut_from_1024_rows_
     assert found[0].positions == 3 and found[0].pieces == pieces
 
 
+def test_with_the_reduce_setting_positions_do_not_count():
+    def loss(w, x):
+        return jnp.mean(jnp.square(x @ w))
+
+    (found,) = kfac.find_layers(loss, jnp.ones((300, 64)), jnp.ones((4, 3, 300)), kfac_reduce=[""])
+    assert found.positions == 3 and found.pieces == 5
+
+
+def test_a_kernel_keeps_its_cut_if_its_positions_are_known_only_later(x64):
+    """A batch size in the loss hides the number of examples from `find_layers`. Other shapes change the positions."""
+
+    def fixed(w, x):
+        return jnp.sum(jnp.tanh(x.reshape(16, 300) @ w) ** 2) / 16
+
+    w, x = normal(0, 300, 64, dtype=jnp.float64), normal(1, 16, 300, dtype=jnp.float64)
+    layers = kfac.find_layers(fixed, w, x)
+    assert layers[0].positions is None and layers[0].pieces == 1
+    found = kfac.statistics(fixed, layers, num_examples=16)(w, x)
+    np.testing.assert_allclose(found[layers[0].name].A, x.T @ x / 16, rtol=1e-9, atol=1e-12)
+    step = kfac.train_step(fixed, 0.1, num_examples=16)
+    assert np.isfinite(step(w, step.init(w, x), x)[2])
+
+    def plain(w, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w)))
+
+    one, several = normal(1, 16, 300, dtype=jnp.float64), normal(2, 16, 5, 300, dtype=jnp.float64)
+    for first, then, pieces in ((one, several, 5), (several, one, 1)):
+        layers = kfac.find_layers(plain, w, first)
+        found = kfac.statistics(plain, layers)(w, then)
+        assert layers[0].pieces == pieces
+        rows = then.reshape(-1, 300)
+        expected = np.asarray(rows.T @ rows / len(then))
+        if pieces > 1:
+            expected = blocks_on_the_diagonal(expected, pieces)
+        np.testing.assert_allclose(found[layers[0].name].A, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_as_many_rows_as_a_vocabulary_has_are_a_diagonal(x64, monkeypatch):
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 8)
     params, batch = problem(jnp.float64)
