@@ -95,6 +95,8 @@ __getattr__ = _former_names(
         "Inverse": "BlockPreconditioner",
         "Soap": "SOAP",
         "due": "statistics_due",
+        "exact": "kfac.curvature.gauss_newton(loss_fn, params, *data).to_dense()",
         "output": "mark_output",
+        "register_primitive": "without a replacement: such kernels have gradient factors",
     },
 )

@@ -57,7 +57,9 @@ class KFAC(keras.optimizers.Optimizer):
     def opt_state(self, values):
         """Return the state of `kfac.kfac`, given the values of all variables."""
         if self.structure is None:
-            raise ValueError("KFAC knows no layers: train a KFACModel, and pass auto_scale_loss=False to compile")
+            raise ValueError(
+                "KFAC needs a KFACModel, or KFACMixin as first base, and auto_scale_loss=False with mixed_float16"
+            )
         return jax.tree.unflatten(self.structure, values[-len(self.state_variables) :])
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
@@ -86,20 +88,17 @@ class KFACMixin:
     """
 
     def _symbolic_build(self, iterator=None, data_batch=None):
-        # Look at a batch in the first call after compile, in which Keras does so as well.
-        if self.train_function is None and self.test_function is None:
-            data_batch = next(next(iter(iterator))[2]) if data_batch is None else data_batch
-            # A function, because Keras wraps dictionaries and lists that are attributes.
-            self.example_batch = lambda: data_batch
+        # Keras calls this before it trains or evaluates, and starts the iterator again afterwards.
+        data_batch = next(next(iter(iterator))[2]) if data_batch is None else data_batch
+        # A function, because Keras wraps dictionaries and lists that are attributes.
+        self.example_batch = lambda: data_batch
         super()._symbolic_build(iterator, data_batch)
 
     def statistics_loss(self, params, batch, state):
         """Return the compiled loss of a batch in training mode, with Keras's training state."""
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        if weights is not None:
-            raise ValueError("KFACModel does not support sample_weight= and class_weight=: leave them out")
-        _, aux = self.compute_loss_and_updates([*params.values()], state[1], state[3], x, y, None, True, state[2])
-        return aux[0]  # the loss before Keras scales it
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        # The loss before Keras scales it.
+        return self.compute_loss_and_updates([*params.values()], state[1], state[3], x, y, None, True, state[2])[1][0]
 
     def observe(self, state, batch):
         """Return Keras's training state with the statistics of a batch."""
@@ -111,8 +110,12 @@ class KFACMixin:
         return trainable, non_trainable, [*values[: -len(leaves)], *leaves], metrics
 
     def make_train_function(self, force=False):
-        if not isinstance(self.optimizer, KFAC) or (self.train_function is not None and not force):
+        if not isinstance(self.optimizer, KFAC):
             return super().make_train_function(force)
+        if keras.utils.unpack_x_y_sample_weight(self.example_batch())[2] is not None:
+            raise ValueError("KFACModel does not support sample_weight= and class_weight=: leave them out")
+        if self.train_function is not None and not force:
+            return None
         if not self.jit_compile or self.steps_per_execution != 1 or keras.backend.backend() != "jax":
             raise ValueError("KFAC needs the JAX backend, jit_compile=True, no run_eagerly=, and steps_per_execution=1")
         state = self._get_jax_state(True, True, True, True)

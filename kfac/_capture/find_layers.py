@@ -86,8 +86,9 @@ def find_layers(
         a diagonal factor, the number of pieces is a power of two, and each piece has at most 4,096 rows. Inverting a
         factor with `d` rows takes `O(d^3)` work and `O(d^2)` memory. None: 8,192; in addition, a dense kernel's longer
         side is cut if it has at least 256 rows. If each example reads the kernel at several positions, or if their
-        number is not known, it is cut from 1,024 rows on, except with `kfac_reduce`. The blocks are then about as long as the shorter side, and there are at most 8. A kernel that would need more
-        than 8 blocks stays whole if its shorter side has fewer than 32 rows.
+        number is not known, it is cut from 1,024 rows on, except with `kfac_reduce`. The blocks are then about as long
+        as the shorter side, and there are at most 8. A kernel that would need more than 8 blocks stays whole if its
+        shorter side has fewer than 32 rows.
       kfac_reduce: regular expressions. If the kernel's path matches, a matrix product or convolution uses the "reduce"
         setting of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over an example's positions
         before products are formed. All other layers, and all lookups, use the "expand" setting.

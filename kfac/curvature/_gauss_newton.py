@@ -100,7 +100,7 @@ class GaussNewton(Linear):
         return total
 
 
-@with_hints({"blocks": "jax.scipy.sparse.linalg.cg(..., M=blocks.inv().matvec)"})
+@with_hints({"blocks": "jax.scipy.sparse.linalg.cg(..., M=lambda v: blocks.inv() @ v)"})
 def gauss_newton(
     loss_fn: Callable[..., Any],
     params: Params,

@@ -10,5 +10,5 @@ from kfac.planning._plan import HARDWARE, Hardware, Plan, plan
 __all__ = ["HARDWARE", "Hardware", "Plan", "plan"]
 
 __getattr__ = _former_names(
-    "kfac.planning", {"Assignment": "plan, whose Plan has no owners"}
+    "kfac.planning", {"Assignment": "kfac.planning.plan, without a table of owners"}
 )

@@ -154,14 +154,14 @@ def test_a_kernel_keeps_its_cut_if_its_positions_are_known_only_later(x64):
         return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
     one, several = normal(1, 16, 300, dtype=jnp.float64), normal(2, 16, 5, 300, dtype=jnp.float64)
-    for first, then, pieces in ((one, several, 5), (several, one, 1)):
+    for first, then, count in ((one, several, 5), (several, one, 1)):
         layers = kfac.find_layers(plain, w, first)
         found = kfac.statistics(plain, layers)(w, then)
-        assert layers[0].pieces == pieces
+        assert layers[0].pieces == count
         rows = then.reshape(-1, 300)
         expected = np.asarray(rows.T @ rows / len(then))
-        if pieces > 1:
-            expected = blocks_on_the_diagonal(expected, pieces)
+        if count > 1:
+            expected = blocks_on_the_diagonal(expected, count)
         np.testing.assert_allclose(found[layers[0].name].A, expected, rtol=1e-9, atol=1e-12)
 
 

@@ -256,6 +256,31 @@ def test_refused(options, fitting, message, data):
         fit(model, data, **fitting)
 
 
+def test_weights_in_a_later_fit_leave_the_model_as_it_is(data):
+    model = perceptron(adapter.KFAC(0.1))
+    fit(model, data, epochs=1)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="sample_weight="):
+        fit(model, data, sample_weight=np.ones(512))
+    for x, y in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_an_evaluation_before_fit_does_not_decide_the_layers(data):
+    model = perceptron(adapter.KFAC(0.1))
+    model.evaluate(data[0][:3], data[1][:3], sample_weight=np.ones(3), verbose=0)
+    fit(model, data, epochs=1, batch_size=64)
+    assert model.optimizer.layers.num_examples == 64
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_a_generator_loses_no_batch(data):
+    model = perceptron(adapter.KFAC(0.1))
+    for count in (1, 2):
+        model.fit(((data[0][k : k + 32], data[1][k : k + 32]) for k in range(0, 192, 32)), shuffle=False, verbose=0)
+        assert int(model.optimizer.iterations) == 6 * count
+
+
 def test_a_masked_loss_has_exact_layers():
     """The loss is the mean over all tokens except 0. The other positions have no gradient."""
     keras.utils.set_random_seed(0)
@@ -275,7 +300,7 @@ def test_more_is_refused(data):
     inputs = keras.Input((64,))
     plain = keras.Model(inputs, keras.layers.Dense(10, "softmax")(inputs))
     plain.compile(adapter.KFAC(0.1), CROSS_ENTROPY)
-    with pytest.raises(ValueError, match="train a KFACModel"):
+    with pytest.raises(ValueError, match="needs a KFACModel"):
         fit(plain, data)
     with pytest.raises(TypeError, match="dampling"):
         fit(perceptron(adapter.KFAC(0.1, options={"dampling": 1e-3})), data)
