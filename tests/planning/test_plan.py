@@ -174,7 +174,7 @@ def test_a_plan_needs_a_number_of_examples(resnet50):
 
 
 def test_the_table_of_owners_of_version_0_3_names_the_plan():
-    with pytest.raises(AttributeError, match=r"kfac\.planning\.Assignment is now plan"):
+    with pytest.raises(AttributeError, match=r"kfac\.planning\.Assignment is now kfac\.planning\.plan"):
         _ = kfac.planning.Assignment
 
 
