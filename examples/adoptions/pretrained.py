@@ -31,7 +31,7 @@ from jax import lax
 import kfac
 
 RESULTS = Path(__file__).parent / "pretrained.jsonl"
-RATES = {"kfac": (0.1, 0.05, 0.02), "adamw": (0.003, 0.001, 0.0003)}
+RATES = {"kfac": (0.1, 0.05, 0.02, 0.01), "adamw": (0.01, 0.003, 0.001, 0.0003)}
 STEPS, BATCH, LENGTH = 60, 32, 2048
 TYPES = ("py", "pyi", "pyx", "c", "h", "js", "po", "mo", "so", "pyc", "txt", "json")
 # The names in the ONNX file, which came from flax, and the shapes that `logits` takes.
@@ -153,7 +153,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--rates", nargs="+", type=float, help="by default, three rates for each method")
+    parser.add_argument("--rates", nargs="+", type=float, help="by default, four rates for each method")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
