@@ -194,10 +194,11 @@ def _reads(parts: Sequence[Sequence[Use]]) -> int:
     return max(sum(use.reads for use in part) for part in parts)
 
 
-# A dense kernel whose longer side has this many rows is cut into blocks as long as the shorter side, but into at most
-# `PIECES` blocks. A side with fewer rows costs little. A kernel that each example reads at several positions has more
-# rows of statistics, and whole kernels then reach a lower loss (docs/evidence.md), so it is cut later. A kernel that
-# would need more than `PIECES` blocks stays whole if its shorter side has fewer than `HEAD` rows.
+# If the longer side of a dense kernel has at least `LONG` rows, it is cut into blocks as long as the shorter side, but
+# into at most `PIECES` blocks. A side with fewer rows costs little. A kernel with statistics from several positions of
+# each example is cut from `LONG_SHARED` rows on: such statistics have more rows, and whole kernels then reach a lower
+# loss (docs/evidence.md). A kernel that would need more than `PIECES` blocks stays whole if its shorter side has fewer
+# than `HEAD` rows.
 LONG, LONG_SHARED, PIECES, HEAD = 256, 1024, 8, 32
 # The most rows that a piece may have along a diagonal factor. Every piece has its own copy of the other factor, so
 # smaller pieces would take more memory.
