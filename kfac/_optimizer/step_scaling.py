@@ -220,10 +220,6 @@ class Stack(NamedTuple):
         rows = jnp.arange(self.updates.shape[1])[:, None]
         return rows < per_block(self.kernels.width, self.updates)
 
-    def over_kernels(self, sums: Array) -> Array:
-        """Return the sums `[sums, k]` over blocks as sums over the kernels that the blocks belong to."""
-        return sums if self.whole is None else self.whole(sums)
-
 
 def normalize_step(
     stacks: Mapping[str, Stack],
@@ -256,28 +252,32 @@ def normalize_step(
         stacks = {name: x for name, x in stacks.items() if x.params is not None}
     if not stacks:
         return steps
-    sums_of = {name: _sums(stack) for name, stack in stacks.items()}
+    sums_of = [_sums(x) for x in stacks.values()]
     # Join all groups' sums in one vector, so that each operation compiles to a single device kernel.
-    joined = BlockSums(*map(jnp.concatenate, zip(*sums_of.values(), strict=True)))
-    ends = np.cumsum([len(s.uu) for s in sums_of.values()])[:-1]
-    radials = jnp.split(_radial(joined), ends)
-    # The factors that give the steps' nonzero elements the root mean square `length`.
-    ratio = safe_ratio(joined.length * jnp.sqrt(joined.moving), jnp.sqrt(joined.uu))
-    ratios = jnp.split(ratio, ends)
-    for (name, x), radial, ratio in zip(stacks.items(), radials, ratios, strict=True):
-        u = x.updates
+    joined = BlockSums(*map(jnp.concatenate, zip(*sums_of, strict=True)))
+    ends = np.cumsum([len(s.uu) for s in sums_of])[:-1]
+    squares = []
+    for (name, x), radial in zip(
+        stacks.items(), jnp.split(_radial(joined), ends), strict=True
+    ):
         if x.params is None:
-            ratio = ratio.reshape(len(u), -1, 1) if x.by_row else per_block(ratio, u)
-            steps[name] = u * ratio
+            squares.append(jnp.zeros((2, radial.size), radial.dtype))
             continue
-        u = u - per_block(radial, u) * jnp.where(x.inside, x.params, 0)
+        weights = jnp.where(x.inside, x.params, 0)
+        steps[name] = x.updates - per_block(radial, weights) * weights
+        squares.append(_squared_norms(x, steps[name], coefficient is None))
+    norms = jnp.sqrt(jnp.concatenate(squares, axis=1))
+    if coefficient is None:
+        joint = _length_ratio(joined, norms)
+    else:
+        joint = _trust_ratio(joined, norms[0], coefficient)
+    for (name, x), ratio in zip(stacks.items(), jnp.split(joint, ends), strict=True):
+        u = steps[name]
+        ratio = ratio.reshape(len(u), -1, 1).astype(u.dtype)
         if coefficient is None:
-            spectral = _spectral_ratio(x, u, sums_of[name])
-            ratio = jnp.where(x.kernels.size > 0, spectral, ratio)
-            steps[name] = u * per_block(ratio, u)
+            steps[name] = u * ratio
         else:
-            ratio = _trust_ratio(x, u, sums_of[name], coefficient)
-            steps[name] = jnp.where(x.inside, u * per_block(ratio, u), x.updates)
+            steps[name] = jnp.where(x.inside, u * ratio, x.updates)
     return steps
 
 
@@ -351,38 +351,37 @@ def _radial(s: BlockSums) -> Array:
     return jnp.where(orthogonal, safe_ratio(s.uw, s.ww), 0)
 
 
-def _spectral_ratio(
-    x: Stack,
-    steps: Array,
-    s: BlockSums,
-) -> Array:
-    """Return the factors `[k]` that give kernels' steps their spectral norms.
+def _squared_norms(x: Stack, steps: Array, spectral: bool) -> Array:
+    """Return the squares of kernels' Frobenius and spectral norms, `[2, k]`. Without `spectral`, the latter are 0.
 
-    The pieces of a kernel share a factor that is computed from `sqrt(sum_i sigma_i^2)`, where `sigma_i` is the spectral
-    norm of piece `i`. This root is at least the spectral norm of the whole step, and at most `sqrt(pieces)` times
-    larger. So the step may be too short by a factor of up to `sqrt(pieces)`.
+    Pieces have the sum over their kernel's pieces, for spectral norms `sum_i sigma_i^2` with the spectral norm
+    `sigma_i` of piece `i`. The root of this sum is at least the spectral norm of the whole kernel, and at most
+    `sqrt(pieces)` times larger. So the step of a cut kernel may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
-    left = jnp.sum(jnp.square(kernels), axis=(1, 2))
-    spectral = jnp.square(spectral_norm(kernels))
-    left, spectral = x.over_kernels(jnp.stack([left, spectral]))
-    shortened = jnp.sqrt(jnp.minimum(safe_ratio(left, LEAST_LEFT * s.uu), 1))
-    ratio = safe_ratio(s.length, jnp.sqrt(spectral))
-    return (ratio * shortened).astype(steps.dtype)
+    (frobenius,) = sums([kernels * kernels])
+    largest = jnp.zeros_like(frobenius)
+    if spectral:
+        largest = jnp.square(spectral_norm(kernels))
+    squares = jnp.stack([frobenius, largest])
+    return squares if x.whole is None else x.whole(squares)
 
 
-def _trust_ratio(
-    x: Stack,
-    steps: Array,
-    s: BlockSums,
-    coefficient: Array,
-) -> Array:
+def _length_ratio(s: BlockSums, norms: Array) -> Array:
+    """Return the factors that give steps their lengths, from kernels' Frobenius and spectral norms `[2, k]`."""
+    left, spectral = norms
+    shortened = jnp.minimum(safe_ratio(left, jnp.sqrt(LEAST_LEFT * s.uu)), 1)
+    of_kernels = safe_ratio(s.length, spectral) * shortened
+    # This gives nonzero elements the root mean square `length`.
+    others = safe_ratio(s.length * jnp.sqrt(s.moving), jnp.sqrt(s.uu))
+    return jnp.where(s.size > 0, of_kernels, others)
+
+
+def _trust_ratio(s: BlockSums, left: Array, coefficient: Array) -> Array:
     """Return the factors `[k]` that give steps `coefficient` times their kernels' norms; 1 if either norm is zero."""
-    left = jnp.sum(jnp.square(jnp.where(x.inside, steps, 0)), axis=(1, 2))[None]
-    (left,) = x.over_kernels(left)
-    norm = jnp.sqrt(jnp.maximum(left, LEAST_LEFT * s.uu))
+    norm = jnp.maximum(left, jnp.sqrt(LEAST_LEFT * s.uu))
     ratio = safe_ratio(coefficient * jnp.sqrt(s.ww), norm)
-    return jnp.where((s.ww > 0) & (left > 0), ratio, 1).astype(steps.dtype)
+    return jnp.where((s.ww > 0) & (left > 0), ratio, 1)
 
 
 POWER_ITERATIONS = 6
@@ -391,12 +390,17 @@ POWER_ITERATIONS = 6
 def spectral_norm(stack: Array) -> Array:
     """Estimate the largest singular values of matrices `[k, m, n]` from below.
 
-    Run `POWER_ITERATIONS` power iterations from a fixed vector.
+    Run `POWER_ITERATIONS` power iterations from a fixed vector. The vectors are not normalised. Instead, the matrices
+    are scaled so that their largest singular values are between `r^-1/4` and `r^1/4`, where `r = min(m, n)`. An
+    iteration then changes a vector's length by a factor of at most `sqrt(r)`.
     """
+    (frobenius,) = sums([stack * stack])
+    scale = safe_ratio(min(stack.shape[1:]) ** 0.25, jnp.sqrt(frobenius))
+    scaled = stack * per_block(scale, stack)
 
-    def iterate(vector):
-        image = jnp.einsum("kmn,kn->km", stack, _normalised(vector))
-        return jnp.einsum("kmn,km->kn", stack, _normalised(image))
+    def iterate(vectors):
+        images = jnp.einsum("kmn,kn->km", scaled, vectors)
+        return jnp.einsum("kmn,km->kn", scaled, images)
 
     # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
@@ -404,10 +408,8 @@ def spectral_norm(stack: Array) -> Array:
     # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
     # the same mesh axes as the stack.
     first = iterate(jnp.broadcast_to(start, (len(stack), len(start))))
-    last = lax.fori_loop(1, POWER_ITERATIONS, lambda _, vector: iterate(vector), first)
-    return jnp.linalg.norm(last, axis=-1)
-
-
-def _normalised(vectors: Array) -> Array:
-    norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / jnp.where(norm > 0, norm, 1)
+    vectors = lax.fori_loop(2, POWER_ITERATIONS, lambda _, now: iterate(now), first)
+    last = iterate(vectors)
+    # The product of `K^T K v` and `v` is the square of the norm of `K v`.
+    squares = sums([last * last, last * vectors])
+    return safe_ratio(jnp.sqrt(safe_ratio(*squares)), scale)

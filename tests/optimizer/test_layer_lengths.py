@@ -399,6 +399,13 @@ def test_the_spectral_norm_of_zeros_of_equal_values_and_of_small_numbers(x64):
     np.testing.assert_allclose(spectral_norm(stack), [0, 1, 12e-30], rtol=1e-6, atol=1e-40)
 
 
+def test_spectral_norms_of_large_matrices_stay_in_range():
+    """Vectors are not normalised between iterations. In float32, neither a flat nor a rank-one spectrum may overflow."""
+    d = 2048
+    stack = jnp.stack([jnp.eye(d), jnp.ones((d, d)), 1e-3 * jnp.eye(d)])
+    np.testing.assert_allclose(spectral_norm(stack), [1, d, 1e-3], rtol=1e-5)
+
+
 def test_step_norm_is_checked():
     with pytest.raises(ValueError, match="step_norm must be one of"):
         kfac.kfac(0.1, layers(), step_norm="nuclear")
