@@ -119,13 +119,16 @@ class Programs:
             return optax.softmax_cross_entropy(logits, targets).mean(), new["batch_stats"]
 
         variables = model.init(jax.random.key(options.seed), jnp.zeros((1, *shape)), train=False)
-        batch = (jax.ShapeDtypeStruct((options.batch, *shape), jnp.uint8),
-                 jax.ShapeDtypeStruct((options.batch,), jnp.int32))  # fmt: skip
         params, averages = variables["params"], variables["batch_stats"]
+
+        def batch(size: int) -> tuple[Any, Any]:
+            return jax.ShapeDtypeStruct((size, *shape), jnp.uint8), jax.ShapeDtypeStruct((size,), jnp.int32)
+
         layers: Any = None
         tx: Any
         if options.method == "kfac":
-            layers = kfac.find_layers(loss_fn, params, averages, *batch, has_aux=True, batch_argnums=(2, 3))
+            whole = batch(options.batch)
+            layers = kfac.find_layers(loss_fn, params, averages, *whole, has_aux=True, batch_argnums=(2, 3))
             tx = kfac.kfac(rate, layers, statistics_fraction=1 / SHARE, weight_decay=options.weight_decay)
         else:
             settings = {**SETTINGS, "vectors": VECTORS[options.method]}
@@ -133,22 +136,44 @@ class Programs:
                 settings["weight_decay"] = options.weight_decay
             tx = methods.METHODS[options.method].make(rate, settings, None)
 
-        def in_parts(measure: Any, count: int) -> Any:
-            return measure if count == 1 else kfac.microbatch(measure, count, batch_argnums=(2, 3))
+        def in_parts(measure: Any, size: int, count: int) -> Any:
+            """Compile `measure` for a part of `size` examples. Return a function that averages it over the parts.
 
-        def observe(carry: Any, images: Any, labels: Any) -> Any:
-            params, averages, opt_state = carry
-            # The parts are as large as in a step.
-            measure = in_parts(kfac.statistics(loss_fn, layers, has_aux=True), -(-parts // SHARE))
-            factors = measure(params, averages, images[::SHARE], labels[::SHARE])
-            return params, averages, kfac.observe(opt_state, factors)
+            The loop over the parts runs in Python, because XLA's convolutions are slow inside loops on CPUs.
+            """
+            part = batch(size // count)
+            shapes = jax.eval_shape(measure, params, averages, *part)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def step(carry: Any, images: Any, labels: Any) -> Any:
-            params, averages, opt_state = carry
-            measure = in_parts(jax.value_and_grad(loss_fn, has_aux=True), parts)
-            (loss, averages), grads = measure(params, averages, images, labels)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), averages, opt_state), loss
+            def add(total: Any, *arguments: Any) -> Any:
+                return jax.tree.map(lambda x, y: x + y / count, total, measure(*arguments))
+
+            program = jax.jit(add).lower(zeros, params, averages, *part).compile()
+
+            def mean(carry: Any, images: Any, labels: Any) -> Any:
+                total = zeros
+                for one in zip(np.split(images, count), np.split(labels, count), strict=True):
+                    total = program(total, *carry[:2], *one)
+                return total
+
+            return mean
+
+        def step(carry: Any, measured: Any) -> Any:
+            (loss, averages), grads = measured
+            updates, opt_state = tx.update(grads, carry[2], carry[0])
+            return (optax.apply_updates(carry[0], updates), averages, opt_state), loss
+
+        self.first = params, averages, jax.jit(tx.init)(params)
+        began = time.process_time()
+        self.statistics = None
+        if layers is not None:
+            # These parts are as large as in a step.
+            measure = kfac.statistics(loss_fn, layers, has_aux=True)
+            self.statistics = in_parts(measure, options.batch // SHARE, -(-parts // SHARE))
+            self.observe = jax.jit(kfac.observe, donate_argnums=0)
+        self.gradients = in_parts(jax.value_and_grad(loss_fn, has_aux=True), options.batch, parts)
+        self.update = jax.jit(step, donate_argnums=0)
+        self.compiling = time.process_time() - began
 
         def normalised(params: Any, images: Any) -> Any:
             """Return the batch-norm means and variances for these images."""
@@ -159,15 +184,6 @@ class Programs:
         def right(params: Any, averages: Any, images: Any, labels: Any) -> jax.Array:
             return jnp.sum(jnp.argmax(forward(params, averages, images, train=False)[0], -1) == labels)
 
-        self.first = params, averages, jax.jit(tx.init)(params)
-        began = time.process_time()
-
-        def compiled(program: Any) -> Any:
-            return jax.jit(program, donate_argnums=0).lower(self.first, *batch).compile()
-
-        self.observe = None if layers is None else compiled(observe)
-        self.update = compiled(step)
-        self.compiling = time.process_time() - began
         self.normalised, self.right = jax.jit(normalised), jax.jit(right)
 
     def accuracy(self, carry: Any, train: np.ndarray, images: np.ndarray, labels: np.ndarray) -> float:
@@ -181,9 +197,10 @@ class Programs:
         return sum(int(self.right(carry[0], averages, images[k], labels[k])) for k in chunks) / len(labels)
 
     def step(self, carry: Any, images: Any, labels: Any) -> Any:
-        if self.observe and kfac.statistics_due(carry[2]):
-            carry = self.observe(carry, images, labels)
-        return self.update(carry, images, labels)
+        if self.statistics and kfac.statistics_due(carry[2]):
+            factors = self.statistics(carry, images[::SHARE], labels[::SHARE])
+            carry = *carry[:2], self.observe(carry[2], factors)
+        return self.update(carry, self.gradients(carry, images, labels))
 
 
 def toy() -> tuple[Any, Any]:
