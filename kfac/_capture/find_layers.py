@@ -148,14 +148,15 @@ def find_layers(
             "Without strict=True they get the gradient's own factors; "
             f"skip=({', '.join(patterns)},) leaves their gradients as they are."
         )
-    return analysis.layers
+    blocks = tuple(bounded(layer, max_factor_dim) for layer in analysis.layers)
+    return dataclasses.replace(analysis.layers, blocks=blocks)
 
 
 class Analysis(NamedTuple):
     """The layers of a loss, and how its program uses the layers' parameters.
 
     Attributes:
-      layers: the layers.
+      layers: the layers, with whole factors.
       reads: how the program uses its parameters.
       uses: maps the path of each leaf with exact rows to the leaf's uses.
       num_examples: the number of examples that the loss averages over, or None if the number is not clear.
@@ -225,7 +226,7 @@ def layers_of(
             layer = maker.elementwise(leaves)
         else:
             layer = maker.gradient(leaf, leaf in chosen)
-        blocks.append(bounded(layer, options.max_factor_dim))
+        blocks.append(layer)
     inputs = traced.program.inputs[: len(names)]
     wide = any(value.dtype == "float64" for value in inputs)
     needs_number = n is None and any(layer.captured for layer in blocks)

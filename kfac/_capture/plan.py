@@ -109,14 +109,10 @@ def plan_taps(
         wire,
         {},
     )
-    for found in analysis.layers.with_factors:
-        # How a kernel is cut depends on its positions, which `find_layers` may not have known.
-        num_blocks = layers[found.name].num_blocks
-        layer = dataclasses.replace(found, num_blocks=num_blocks)
+    for layer in layers.with_factors:
         uses = [analysis.uses[path] for path in layer.params]
         if layer.kronecker:
-            # The eigenbasis belongs to `layers`.
-            in_basis = moments and layers[layer.name].supports_ekfac
+            in_basis = moments and layer.supports_ekfac
             _plan_kronecker(planned, layer, uses, in_basis)
         else:
             _plan_elementwise(planned, layer, uses)
@@ -131,8 +127,10 @@ def check_same(expected: Layers, found: Layers) -> None:
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        # The overlap depends on the image size, and the cut on the number of positions.
-        if a == dataclasses.replace(b, overlap=a.overlap, num_blocks=a.num_blocks):
+        # The overlap depends on the image size, and only `find_layers` cuts factors.
+        if a == dataclasses.replace(
+            b, overlap=a.overlap, num_blocks=a.num_blocks, diagonal=a.diagonal
+        ):
             continue
         names = [field.name for field in dataclasses.fields(a) if field.compare]
         others = [name for name in names if getattr(a, name) != getattr(b, name)]
