@@ -171,7 +171,7 @@ class Analysis(NamedTuple):
 
 
 # Descriptions of the leaves on which an option has an effect, for messages.
-LEFT_BY_SKIP = "parameter left by skip="
+LEFT_BY_SKIP = "parameter that skip= leaves over"
 EXACT_KERNEL = "kernel of a product with exact rows"
 
 

@@ -170,7 +170,7 @@ class Thinned(NamedTuple):
         return None if num_examples is None else num_examples * self.kept // self.rows
 
 
-def every_example(
+def thin_batch(
     layers: Layers,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],

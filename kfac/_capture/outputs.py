@@ -287,10 +287,10 @@ def find_marks(traced: Trace) -> Marks:
     """
     marks: list[Mark] = []
     for op in traced.program.walk():
-        mark = equations.mark(op.eqn)
-        if mark and op.alive:
-            likelihood, weight = mark.split("/")
-            key = Key("", len(marks))
+        text = equations.mark(op.eqn)
+        if text and op.alive:
+            likelihood, weight = text.split("/")
+            key = Key(layer="", number=len(marks))
             marks.append(Mark(key, op, named(likelihood), float(weight)))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(

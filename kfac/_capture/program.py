@@ -167,6 +167,9 @@ class Program:
     ) -> list[State]:
         """Run the program on a state for each array, instead of on the array itself.
 
+        The caller chooses what a state is. In `replay`, it is the array's value, and in `find_reads`, it tells which
+        parameters are in the array.
+
         Args:
           states: the inputs' states.
           constant: returns the state of a constant or a literal.

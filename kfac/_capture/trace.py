@@ -147,8 +147,8 @@ def trace(
       args: the other positional arguments.
       kwargs: the keyword arguments.
       batch_argnums: the arguments that hold the batch: positions, with `params` as 0, or keyword names. None: the first
-        argument after `params`; if the loss cannot be traced with twice as many examples in it, the fewest arguments
-        with which it can.
+        argument after `params`. If the loss cannot be traced with this argument doubled, the smallest set of arguments
+        that can be doubled together.
       shared: names of arrays in these arguments that are known to hold no examples, as in `Batch`.
     """
     names, shapes = check_params(params)

@@ -13,7 +13,7 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.microbatch import every_example
+from kfac._capture.microbatch import thin_batch
 from kfac._capture.outputs import (
     Draw,
     Marks,
@@ -193,7 +193,7 @@ def statistics(
     def factors_of(params, *args, **kwargs):
         evaluate = evaluator
         if every > 1:
-            part = every_example(layers, args, kwargs, every)
+            part = thin_batch(layers, args, kwargs, every)
             args = part.args
             kwargs = part.kwargs
             examples = part.of(num_examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -170,12 +171,12 @@ class Kernels(NamedTuple):
     Attributes:
       size: the whole kernel's number of elements, also if the block is a piece of the kernel; 0 if the block belongs
         to no kernel.
-      width: the number of rows in the block that belong to the kernel, without bias and padding.
+      rows: the number of rows in the block that belong to the kernel. The rows of a bias and of padding follow.
       length: the target length of the step; see `ScalingConfig.length`.
     """
 
     size: Any
-    width: Any
+    rows: Any
     length: Any
 
 
@@ -183,14 +184,17 @@ def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
     """Return the `Kernels` of a group's blocks, as NumPy arrays."""
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        keeps_rows = scaling.step_norm is not None and layer.kind == "embedding"
-        kernel = group.owned and not keeps_rows
-        rows = layer.layouts[0].size("in")
-        height = -(-layer.d_in // layer.num_blocks[0])
-        widths = np.clip(rows - height * np.arange(layer.num_blocks[0]), 0, height)
-        size = np.full(count, kernel * rows * layer.d_out)
-        length = np.full(count, scaling.length(layer, kernel))
-        parts.append(Kernels(size, np.resize(widths, count), length))
+        # The rows of a table are scaled like vectors.
+        is_table = scaling.step_norm is not None and layer.kind == "embedding"
+        is_kernel = group.owned and not is_table
+        kernel_rows = layer.layouts[0].size("in")
+        pieces = layer.num_blocks[0]
+        rows_per_piece = math.ceil(layer.d_in / pieces)
+        starts = rows_per_piece * np.arange(pieces)
+        rows = np.clip(kernel_rows - starts, 0, rows_per_piece)
+        size = np.full(count, kernel_rows * layer.d_out if is_kernel else 0)
+        length = np.full(count, scaling.length(layer, is_kernel))
+        parts.append(Kernels(size, np.resize(rows, count), length))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -202,9 +206,9 @@ class Stack(NamedTuple):
       params: `[k, d_in, d_out]`, the parameters; None if no block is a kernel.
       gradients: `[k, d_in, d_out]`, averaged over the whole batch.
       kernels: arrays `[k]`, or `[1]` if all blocks have the same properties.
-      by_row: whether each row of a block is a separate leaf.
-      whole: a function from sums over pieces, `[sums, k]`, to sums over the kernels that these pieces belong to, of
-        the same shape. None if each block is a whole kernel.
+      by_row: whether each row of a block is a separate leaf, such as a scale and a shift.
+      whole: replaces each piece's sums by the totals over all pieces of its kernel, `[sums, k]` to `[sums, k]`. None if
+        each block is a whole kernel.
     """
 
     updates: Array
@@ -218,7 +222,7 @@ class Stack(NamedTuple):
     def inside(self) -> Array:
         """A mask `[k, d_in, 1]` of the rows that belong to the kernel."""
         rows = jnp.arange(self.updates.shape[1])[:, None]
-        return rows < per_block(self.kernels.width, self.updates)
+        return rows < per_block(self.kernels.rows, self.updates)
 
 
 def normalize_step(

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.make_layers import LONG
-from kfac._capture.microbatch import every_example, microbatch
+from kfac._capture.microbatch import thin_batch, microbatch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import (
     HINTS,
@@ -201,7 +201,7 @@ class TrainStep:
         examples = self.num_examples
         if share > 1:
             fewer = -(-parts // share)
-            thinned = every_example(layers, args, kwargs, share, fewer)
+            thinned = thin_batch(layers, args, kwargs, share, fewer)
             args = thinned.args
             kwargs = thinned.kwargs
             examples = thinned.of(examples)

@@ -318,8 +318,8 @@ def operator(
         check_range("damping", damping, "[0, inf)")
     if preconditioner is not None:
         check_preconditioner(preconditioner)
-    given = jnp.asarray(0.0 if damping is None else damping)
-    shared = given
+    damping_of_factors = jnp.asarray(0.0 if damping is None else damping)
+    unitwise_damping = damping_of_factors
     if isinstance(source, Factors):
         preconditioner, stacks = _from_factors(layers, source, preconditioner, basis)
     else:
@@ -331,20 +331,19 @@ def operator(
         preconditioner = _preconditioner_for(state, preconditioner)
         stacks = blocks_of(state, layers, "source")
         if damping is None:
-            given = state.observe_damping
-            shared = given * state.unitwise_damping_scale
+            damping_of_factors = state.observe_damping
+            unitwise_damping = damping_of_factors * state.unitwise_damping_scale
     blocks: dict[str, Block] = {}
     for group, stack in stacks:
-        blocks |= _decompose(
-            group, stack, preconditioner, given if group.owned else shared
-        )
+        damping_of_group = damping_of_factors if group.owned else unitwise_damping
+        blocks |= _decompose(group, stack, preconditioner, damping_of_group)
     in_order = {
         layer.name: blocks[layer.name] for layer in layers if layer.name in blocks
     }
     return BlockOperator(in_order, layers)
 
 
-class Stack(NamedTuple):
+class GroupStatistics(NamedTuple):
     """A group's statistics and the state of its inverse, None without moments, as in a `BlockState`."""
 
     factors: Any
@@ -353,7 +352,7 @@ class Stack(NamedTuple):
 
 def _decompose(
     group: Group,
-    stack: Stack | BlockState,
+    stack: GroupStatistics | BlockState,
     preconditioner: BlockPreconditioner,
     damping: Array,
 ) -> dict[str, Block]:
@@ -385,7 +384,7 @@ def _from_factors(
     factors: Factors,
     preconditioner: BlockPreconditioner | None,
     basis: Mapping[str, Kronecker] | None,
-) -> tuple[BlockPreconditioner, Iterable[tuple[Group, Stack | BlockState]]]:
+) -> tuple[BlockPreconditioner, Iterable[tuple[Group, GroupStatistics | BlockState]]]:
     """Return the inverse and the stacks, by group, or with a basis by layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
@@ -403,7 +402,9 @@ def _from_factors(
             )
         for group in group_layers(layers):
             if group.captured:
-                stacks.append((group, Stack(group.stack_factors(factors), None)))
+                stacks.append(
+                    (group, GroupStatistics(group.stack_factors(factors), None))
+                )
         return preconditioner, stacks
     preconditioner = preconditioner or EKFAC()
     if not preconditioner.takes_moments:
@@ -423,7 +424,7 @@ def _from_factors(
             weight = jnp.ones_like(statistics.moments[:, 0, 0])
             moments = Moments(statistics.moments, weight)
             preconditioner_state = dataclasses.replace(sides, moments=moments)
-        stacks.append((group, Stack(statistics, preconditioner_state)))
+        stacks.append((group, GroupStatistics(statistics, preconditioner_state)))
     return preconditioner, stacks
 
 
