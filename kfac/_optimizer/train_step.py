@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.make_layers import LONG
-from kfac._capture.microbatch import thin_batch, microbatch
+from kfac._capture.microbatch import microbatch, thin_batch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import (
     HINTS,

@@ -400,7 +400,7 @@ def test_the_spectral_norm_of_zeros_of_equal_values_and_of_small_numbers(x64):
 
 
 def test_spectral_norms_of_large_matrices_stay_in_range():
-    """Vectors are not normalised between iterations. In float32, neither a flat nor a rank-one spectrum may overflow."""
+    """Vectors are not normalised between iterations, and must not overflow in float32."""
     d = 2048
     stack = jnp.stack([jnp.eye(d), jnp.ones((d, d)), 1e-3 * jnp.eye(d)])
     np.testing.assert_allclose(spectral_norm(stack), [1, d, 1e-3], rtol=1e-5)
