@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -16,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from kfac._capture.parameters import (
     CALLS,
     DEVICE_SUMS,
+    array_type,
     inner_program,
     parameter,
     shapes,
@@ -47,7 +50,35 @@ _COMBINING = ("scatter", "reduce")
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the program that an equation calls once, or None for any other equation."""
     name = eqn.primitive.name
+    if name == "dot_general":
+        return _elementwise_product(eqn)
     return inner_program(eqn, CALLS[name]) if name in CALLS else None
+
+
+def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return a program with `mul` for a `dot_general` that scales an array, or None for any other `dot_general`.
+
+    For example, `jnp.einsum("nd,d->nd", x, scale)` has the batch axis `d` and no contracted axis. As a product, it
+    would read each element of `scale` as a kernel with one input and one output.
+    """
+    contract, batch = parameter(eqn, "dimension_numbers")
+    arrays = [array_type(var) for var in eqn.invars]
+    scales = any(len(b) == x.ndim for b, x in zip(batch, arrays, strict=True))
+    if contract[0] or not scales:
+        return None
+    dtype = array_type(eqn.outvars[0]).dtype
+    rank = max(x.ndim for x in arrays)
+
+    def multiply(*operands):
+        forms = []
+        for x, axes in zip(operands, batch, strict=True):
+            free = [k for k in range(x.ndim) if k not in axes]
+            # The batch axes come first in the result.
+            x = jnp.transpose(x, (*axes, *free)).astype(dtype)
+            forms.append(jnp.expand_dims(x, range(x.ndim, rank)))
+        return forms[0] * forms[1]
+
+    return jax.make_jaxpr(multiply)(*arrays)
 
 
 def body(eqn: JaxprEqn) -> ClosedJaxpr | None:

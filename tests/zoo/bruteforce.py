@@ -179,6 +179,8 @@ class _Run:
                 return [(values[0] / values[1], None)]
             sign = -1 if name == "sub" else 1
             return [(values[0] * values[1] if name == "mul" else values[0] + sign * values[1], None)]
+        if name == "dot_general" and (scaled := self.scaled(eqn, params, values, tag, k, place)) is not None:
+            return [(scaled, None)]
         if name in ("dot_general", "ragged_dot_general", "ragged_dot") or (name == "conv_general_dilated" and k == 1):
             (y,) = _bind(eqn, values)
             seen = [values[j] if j != k else None for j in range(len(values))]
@@ -191,6 +193,19 @@ class _Run:
             meeting = Meeting(name, place, tag.serial, params)
             return [(y + self.meet(meeting, y.shape, y.dtype, (rows,)), None)]
         return None
+
+    def scaled(self, eqn, params, values, tag, k, place):
+        """A `dot_general` that multiplies an array with numbers element by element, or None for any other."""
+        contracted, batch = params["dimension_numbers"]
+        if contracted[0] or len(batch[k]) < values[k].ndim:
+            return None
+        # The examples are on the first axis of the other array, and stay there until the product.
+        other = values[1 - k].transpose(*(j for j in range(values[1 - k].ndim) if j not in batch[1 - k]), *batch[1 - k])
+        tag = _moved(tag, lambda a: _spread(a.transpose(batch[k]), other.shape))
+        zero = self.meet(Meeting("vector", place, tag.serial, {}), other.shape, other.dtype, ())
+        own = values[k].transpose(batch[k]) + (zero if tag.factor is None else zero * tag.factor)
+        free = other.ndim - len(batch[k])
+        return jnp.moveaxis(own * other, range(free), range(-free, 0))
 
 
 @functools.cache

@@ -112,6 +112,19 @@ def llama():
 
 
 @specimen(
+    "scales by einsum", "MaxText's norm: a scale read by `einsum` without a summed axis, over `[n, t, d]` and `[t, d]`"
+)
+def scales_by_einsum():
+    def loss(p, b):
+        h = jnp.einsum("i...k,...k->i...k", rms(b["x"], 1.0), p["scale"]) + p["shift"]
+        h = jnp.einsum("td,ntd->ndt", p["gate"], jnp.tanh(h @ p["w"]))
+        return cross_entropy(h.mean(-1) @ p["head"], b["y"])
+
+    params = tree(scale=(D,), shift=(D,), w=(D, D), gate=(T, D), head=(D, 3))
+    return loss, params, {"x": data(0, T, D), "y": tokens(1, below=3)}
+
+
+@specimen(
     "repeated heads",
     "key and value kernels repeated for each query head by `jnp.repeat` before they are used",
     gradient=("k", "v"),
