@@ -183,7 +183,7 @@ def statistics(
         layers were found without a batch.
     """
     check(has_aux=has_aux)
-    every = check_fraction("fraction", fraction)
+    one_in = check_fraction("fraction", fraction)
     evaluator = Evaluator(
         loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
     )
@@ -192,8 +192,8 @@ def statistics(
     @functools.wraps(loss_fn)
     def factors_of(params, *args, **kwargs):
         evaluate = evaluator
-        if every > 1:
-            part = thin_batch(layers, args, kwargs, every)
+        if one_in > 1:
+            part = thin_batch(layers, args, kwargs, one_in)
             args = part.args
             kwargs = part.kwargs
             examples = part.of(num_examples)

@@ -213,13 +213,11 @@ class Preconditioner:
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
-        gradients = Gradients(updates)
-        weights = Gradients(params)
         steps, state = preconditioned_step(
             exchange,
             config,
-            gradients,
-            weights,
+            Gradients(updates),
+            Gradients(params),
             state,
             now,
         )

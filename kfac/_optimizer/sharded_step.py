@@ -131,9 +131,9 @@ class ShardedStep:
         )
         return observe(state, stacks)
 
-    def owned(self, updates: PyTree) -> dict[str, Array]:
+    def owned(self, tree: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
-        leaves = leaves_by_path(updates)
+        leaves = leaves_by_path(tree)
         return {p: leaf for p, leaf in leaves.items() if p in self.config.owned_paths}
 
     def is_split(self, updates: PyTree) -> bool:
@@ -173,15 +173,16 @@ class ShardedStep:
                 gradients[name] = self.over_owners(gradients[name], assignment)
         return Stacks(statistics, gradients)
 
-    def to_owners(self, updates: PyTree) -> Gradients:
-        """Stack gradients: blocks with owners lie in their owners' slots, all other leaves are replicated.
+    def to_owners(self, tree: PyTree) -> Gradients:
+        """Stack gradients or parameters.
 
-        A scalar replaces each skipped leaf: 0 if the leaf is finite, otherwise NaN.
+        Blocks with owners lie in their owners' slots. All other leaves are replicated. A scalar replaces each skipped
+        leaf: 0 if the leaf is finite, otherwise NaN.
         """
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
-        updates = map_by_path(self.like_param, updates)
-        owned = self.owned(updates)
+        tree = map_by_path(self.like_param, tree)
+        owned = self.owned(tree)
 
         def rest(path, leaf):
             if path in self.config.layers.skipped_paths:
@@ -189,7 +190,7 @@ class ShardedStep:
             return optax.MaskedNode() if path in owned else leaf
 
         stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owners))(owned)
-        return Gradients(replicated(map_by_path(rest, updates)), stacks)
+        return Gradients(replicated(map_by_path(rest, tree)), stacks)
 
     def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
         """Stack the leaves that only their owners precondition, in their owners' slots."""
