@@ -86,11 +86,7 @@ def microbatch(
     return accumulated
 
 
-def _mean(
-    fn: Callable,
-    parts: PyTree,
-    count: int,
-) -> PyTree:
+def _mean(fn: Callable, parts: PyTree, count: int) -> PyTree:
     """Average `fn` over the `count` slices of `parts` along the leading axis."""
     zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
     for path, leaf in jax.tree.leaves_with_path(zeros):
@@ -222,11 +218,7 @@ def thin_batch(
     return Thinned(positional, named, counts[rows], rows)
 
 
-def _parts(
-    x: ArrayLike,
-    count: int,
-    argnum: int,
-) -> Array:
+def _parts(x: ArrayLike, count: int, argnum: int) -> Array:
     """Split an array of argument number `argnum` into `count` parts, on a new leading axis."""
     shape = jnp.shape(x)
     if not shape or shape[0] % count:
