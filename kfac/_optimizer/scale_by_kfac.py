@@ -227,22 +227,18 @@ class Preconditioner:
         """Set the state's flags and scalars for the next `observe`."""
         count = state.count
         options = self.options
-        warmup = (
-            10
-            if options.interval_warmup_steps is None
-            else options.interval_warmup_steps
-        )
-        period = (
-            1
-            if options.inverse_update_period is None
-            else options.inverse_update_period
-        )
-        in_warmup = in_turn(count, period, warmup)
+        warmup = options.interval_warmup_steps
+        if warmup is None:
+            warmup = 10
+        period = options.inverse_update_period
+        if period is None:
+            period = 1
+        warmup_due = in_turn(count, period, warmup)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
         return state._replace(
             due=in_turn(count, options.statistics_period, warmup),
-            refresh_due=in_warmup | in_turn(count, period, 0) | old,
+            refresh_due=warmup_due | in_turn(count, period, 0) | old,
             observe_damping=value_at(options.damping, count),
             unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
             factor_ema_decay=value_at(options.factor_ema_decay, count),
@@ -273,11 +269,7 @@ def is_overdue(state: KfacState, every: int | Array) -> bool:
     )
 
 
-def in_turn(
-    count: Array,
-    every: int | Array,
-    warmup: int | Array,
-) -> Array:
+def in_turn(count: Array, every: int | Array, warmup: int | Array) -> Array:
     """Return whether step `count` is a multiple of the current interval.
 
     The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up

@@ -28,7 +28,12 @@ from kfac._factors import Factors
 from kfac._layers import Layer
 from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
 from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
-from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
+from kfac._optimizer.averages import (
+    BatchStacks,
+    observe_here,
+    stack_gradients,
+    stack_packed,
+)
 from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import (
     Gradients,
@@ -106,11 +111,7 @@ class ShardedStep:
             return self.from_owners(new, updates), state
         return reshard_like(new.tree, updates), state
 
-    def observe(
-        self,
-        state: KfacState,
-        factors: Factors | None,
-    ) -> KfacState:
+    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
         states = state_spec(self.owners)
         over = PartitionSpec(self.owners)
@@ -118,7 +119,7 @@ class ShardedStep:
         specs: Any = everywhere
         stacks = None
         if factors is not None:
-            specs = Stacks({}, {})
+            specs = BatchStacks({}, {})
             for group in self.config.groups:
                 field = specs.statistics if group.captured else specs.gradients
                 field[group.name] = over if group.owned else everywhere
@@ -154,11 +155,7 @@ class ShardedStep:
                 return True
         return False
 
-    def statistics_to_owners(
-        self,
-        state: KfacState,
-        factors: Factors,
-    ) -> Stacks:
+    def statistics_to_owners(self, state: KfacState, factors: Factors) -> BatchStacks:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
@@ -171,7 +168,7 @@ class ShardedStep:
                 statistics[name] = self.over_owners(statistics[name], assignment)
             else:
                 gradients[name] = self.over_owners(gradients[name], assignment)
-        return Stacks(statistics, gradients)
+        return BatchStacks(statistics, gradients)
 
     def to_owners(self, tree: PyTree) -> Gradients:
         """Stack gradients or parameters.
