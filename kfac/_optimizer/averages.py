@@ -323,6 +323,6 @@ def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Kronecker]:
 
 def count_blocks(comm: CommContext, state: KfacState, flags: Vectors) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
-    first = jnp.asarray(lax.axis_index(comm.owners) == 0)
+    first = jnp.asarray(lax.axis_index(comm.owner_axes) == 0)
     counted = [x if name in state.owned else x & first for name, x in flags.items()]
     return jnp.sum(join(counted), dtype=jnp.int32)

@@ -296,7 +296,7 @@ def assemble(
     *,
     weight_decay: ScalarOrSchedule | None,
     weight_decay_mask: PyTree | Callable[[PyTree], PyTree],
-    **preconditioner: Any,
+    **options: Any,
 ) -> Optimizer:
     """Return the optimizer: the preconditioner and `scaling`, then weight decay and the learning rate.
 
@@ -305,16 +305,16 @@ def assemble(
       scaling: the settings of all stages between the preconditioner and weight decay.
       weight_decay: see `kfac`.
       weight_decay_mask: see `kfac`.
-      preconditioner: the fields of `Options`.
+      options: the fields of `Options`.
 
     Raises:
       ValueError: an option is out of range, or two options conflict.
     """
-    options = Options(**preconditioner)
-    check_options(options, scaling, weight_decay, weight_decay_mask)
+    preconditioner_options = Options(**options)
+    check_options(preconditioner_options, scaling, weight_decay, weight_decay_mask)
     before = scaling.learning_rate if scaling.lr_in_momentum else None
 
-    preconditioned = precondition_and_scale(layers, scaling, options)
+    preconditioned = precondition_and_scale(layers, scaling, preconditioner_options)
     parts = []
     if scaling.momentum is not None and any(x.kind == "skipped" for x in layers):
         parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))

@@ -128,19 +128,19 @@ def precondition_and_scale(
     """Return `scale_by_kfac` followed by the stages in `scaling`, such as momentum, which work on stacks of blocks."""
     check_layers(layers)
     preconditioner = options.preconditioner
-    uses = options.distribution or Distribution()
+    distribution = options.distribution or Distribution()
     config = Config(
         layers, group_layers(layers), preconditioner, CommContext(), scaling
     )
     refreshes = options.inverse_update_period is not None
-    settings = Settings(layers, preconditioner, uses, refreshes)
+    settings = Settings(layers, preconditioner, distribution, refreshes)
     reads_params = any(map(scaling.needs_params, config.groups))
-    tx = Preconditioner(config, options, settings, reads_params)
+    tx = Transformation(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Preconditioner:
+class Transformation:
     """The methods of `precondition_and_scale`.
 
     Attributes:
@@ -186,12 +186,12 @@ class Preconditioner:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
-        uses = self.settings.distribution
-        comm, mesh = mesh_to_open(uses, state, updates)
+        distribution = self.settings.distribution
+        comm, mesh = mesh_to_open(distribution, state, updates)
         check_alike(params)
         # With owners, `preconditioned_step` averages gradients that differ between devices.
-        if not comm.owners:
-            axes = axis_names(uses.axis) or device_axes()
+        if not comm.owner_axes:
+            axes = axis_names(distribution.axis) or device_axes()
             averaged = varying_axes(updates).intersection(axes)
             updates = CommContext(tuple(sorted(averaged))).mean(updates)
         config = dataclasses.replace(self.config, comm=comm)
@@ -206,7 +206,9 @@ class Preconditioner:
         else:
             params = None
         if mesh is not None:
-            check_devices(state, math.prod(mesh.shape[name] for name in comm.owners))
+            check_devices(
+                state, math.prod(mesh.shape[name] for name in comm.owner_axes)
+            )
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             param_specs = {} if types_tell else param_specs_of(state)
             meshed = ShardedStep(config, mesh, assignments_of(state), param_specs)

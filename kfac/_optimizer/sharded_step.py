@@ -67,9 +67,9 @@ class ShardedStep:
     param_specs: dict[str, PartitionSpec]
 
     @property
-    def owners(self) -> tuple[str, ...]:
+    def owner_axes(self) -> tuple[str, ...]:
         """The axes over which blocks are dealt."""
-        return self.config.comm.owners
+        return self.config.comm.owner_axes
 
     def step(
         self,
@@ -95,8 +95,8 @@ class ShardedStep:
         def lay_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree))
 
-        specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owners))  # type: ignore[arg-type]
-        states = state_spec(self.owners)
+        specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
+        states = state_spec(self.owner_axes)
         step = jax.shard_map(
             functools.partial(preconditioned_step, exchange, self.config),
             mesh=self.mesh,
@@ -113,8 +113,8 @@ class ShardedStep:
 
     def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
-        states = state_spec(self.owners)
-        over = PartitionSpec(self.owners)
+        states = state_spec(self.owner_axes)
+        over = PartitionSpec(self.owner_axes)
         everywhere = PartitionSpec()
         specs: Any = everywhere
         stacks = None
@@ -144,7 +144,7 @@ class ShardedStep:
         in each stack share a dtype.
         """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if len({kinds[name] for name in self.owners}) != 1:
+        if len({kinds[name] for name in self.owner_axes}) != 1:
             return False
         leaves = self.owned(updates)
         parts = [part for group in self.config.owned for part in group.by_leaf]
@@ -186,7 +186,7 @@ class ShardedStep:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
-        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owners))(owned)
+        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
         return Gradients(replicated(map_by_path(rest, tree)), stacks)
 
     def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
@@ -251,21 +251,21 @@ class ShardedStep:
         only its own part. If the devices do not divide the other axis, or both axes are cut, XLA chooses the layout.
         """
         free = PartitionSpec.UNCONSTRAINED
-        devices = math.prod(self.mesh.shape[name] for name in self.owners)
+        devices = math.prod(self.mesh.shape[name] for name in self.owner_axes)
         if layer.num_blocks[0] == 1 < layer.num_blocks[1] and layer.d_in % devices == 0:
-            return None, self.owners
+            return None, self.owner_axes
         if (
             layer.num_blocks[1] == 1 < layer.num_blocks[0]
             and layer.d_out % devices == 0
         ):
-            return self.owners, None
+            return self.owner_axes, None
         return free, free
 
     def over_owners(self, stacks: PyTree, assignment: BlockAssignment) -> PyTree:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
 
         def deal(x):
-            return self.lying(_picked(x, assignment.slot_to_block), self.owners)
+            return self.lying(_picked(x, assignment.slot_to_block), self.owner_axes)
 
         return jax.tree.map(deal, stacks)
 
@@ -284,13 +284,14 @@ class ShardedStep:
 
 
 def mesh_to_open(
-    uses: Distribution,
+    distribution: Distribution,
     state: KfacState,
     tree: PyTree,
 ) -> tuple[CommContext, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
-    comm, mesh = uses.comm(tree, uses.axis is not None or devices_of(state) > 1)
-    if mesh is None or comm.owners or AxisType.Explicit in mesh.axis_types:
+    sharded = distribution.axis is not None or devices_of(state) > 1
+    comm, mesh = distribution.comm(tree, sharded)
+    if mesh is None or comm.owner_axes or AxisType.Explicit in mesh.axis_types:
         return comm, mesh
     # XLA partitions the program of a single device.
     return comm, None
@@ -310,7 +311,7 @@ def init_over_mesh(
         lambda: init_state(config, settings, shapes),
         mesh=mesh,
         in_specs=(),
-        out_specs=state_spec(config.comm.owners),
+        out_specs=state_spec(config.comm.owner_axes),
     )
     state: KfacState = jax.jit(init)()
     leaves = jax.tree.leaves(params)
