@@ -157,9 +157,9 @@ def cut(
     return jnp.split(x, list(itertools.accumulate(lengths))[:-1], axis=-1)
 
 
-def pieces_along(side: str, cut: tuple[int, int]) -> int:
-    """Return the number of pieces along the side `"A"` or `"G"`, where `cut` is `Layer.cut`."""
-    return cut["AG".index(side)]
+def pieces_along(side: str, num_blocks: tuple[int, int]) -> int:
+    """Return the number of pieces along the side `"A"` or `"G"`, from `Layer.num_blocks`."""
+    return num_blocks["AG".index(side)]
 
 
 def in_blocks(

@@ -126,6 +126,7 @@ def find_layers(
     check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
+        # No layers yet, only the options.
         (),
         tuple(traced.names),
         tuple(skip),

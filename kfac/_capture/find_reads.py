@@ -87,14 +87,14 @@ class Reads(Findings):
             if any(isinstance(state, View) and state.scaled for state in leaving):
                 self.plan.look_inside(op)
             return leaving
-        params = [k for k, s in enumerate(states) if not isinstance(s, Data)]
-        if not params:
+        with_params = [k for k, s in enumerate(states) if not isinstance(s, Data)]
+        if not with_params:
             result = Data(self._output_after(op, operands), shared_by(operands))
             return [result] * len(op.outputs)
         if op.product:
             return [uses.product(self, op, operands)]
-        if len(params) == 1:
-            results = self._of_one(op, params[0], operands)
+        if len(with_params) == 1:
+            results = self._of_one(op, with_params[0], operands)
             if results is not None:
                 return results
         return [uses.derive(self, op, operands)] * len(op.outputs)

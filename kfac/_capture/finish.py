@@ -25,8 +25,8 @@ from kfac._mesh import with_auto_axes
 from kfac._packing import in_blocks, pieces_along
 
 
-class KroneckerSums:
-    """The sums of a Kronecker layer, from its probes to its factors.
+class KroneckerFinisher:
+    """Converts the sums from the probes of a Kronecker layer to its factors.
 
     Attributes:
       probes: each probe's shapes and dtypes, by key.
@@ -118,6 +118,7 @@ class KroneckerSums:
         return result
 
     def _factors(self, sums: Sequence[Any]) -> Any:
+        """Return the kernel's factors from the sums of all probes; `Tied` factors if some uses read a transpose."""
         n = self._n
         direct = {}
         transposed = {}
@@ -213,8 +214,8 @@ class Entries(NamedTuple):
     loops: tuple[int, ...]
 
 
-class ElementwiseSums(NamedTuple):
-    """The per-example gradients of an elementwise layer, from its probes to its block.
+class ElementwiseFinisher(NamedTuple):
+    """Converts the per-example gradients from the probes of an elementwise layer to its block.
 
     Attributes:
       layer: the layer.

@@ -81,7 +81,7 @@ class LayerMaker(NamedTuple):
             notes.append("read as its transpose as well")
         if len(parts) < num_parts:
             notes.append(f"{len(parts)} of its {num_parts} parts read")
-        reads = _reads(parts)
+        num_uses = _count_uses(parts)
         rows = {sum(use.for_all(self.n or 1).rows for use in part) for part in parts}
         geometries = [use.read.geometry for use in uses]
         overlaps = [x.overlap for x in geometries if isinstance(x, Convolution)]
@@ -90,11 +90,11 @@ class LayerMaker(NamedTuple):
             main.read.op,
             layouts,
             "; ".join(notes),
-            uses=reads,
+            uses=num_uses,
             diagonal=("A",) if lookup else (),
             weight_sharing="reduce" if reduced else "expand",
             positions=None if ragged or len(rows) > 1 else self._positions(rows.pop()),
-            has_example_gradients=reads == 1 and not ragged and ordered,
+            has_example_gradients=num_uses == 1 and not ragged and ordered,
             overlap=max(overlaps, default=1.0),
         )
 
@@ -116,7 +116,7 @@ class LayerMaker(NamedTuple):
             [self._vector(leaves[0])] * len(leaves),
             f"{read_by}: per-example gradients",
             positions=self._positions(rows),
-            uses=_reads(parts),
+            uses=_count_uses(parts),
         )
 
     def gradient(self, leaf: int, chosen: bool) -> Layer:
@@ -189,8 +189,8 @@ class LayerMaker(NamedTuple):
         return rows // self.n if self.n and rows % self.n == 0 else None
 
 
-def _reads(parts: Sequence[Sequence[Use]]) -> int:
-    """Return how often each example reads a leaf's part, for the part with most reads."""
+def _count_uses(parts: Sequence[Sequence[Use]]) -> int:
+    """Return how often each example uses a leaf's part, for the part with most uses."""
     return max(sum(use.reads for use in part) for part in parts)
 
 

@@ -86,11 +86,7 @@ def microbatch(
     return accumulated
 
 
-def _mean(
-    fn: Callable,
-    parts: PyTree,
-    count: int,
-) -> PyTree:
+def _mean(fn: Callable, parts: PyTree, count: int) -> PyTree:
     """Average `fn` over the `count` slices of `parts` along the leading axis."""
     zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
     for path, leaf in jax.tree.leaves_with_path(zeros):
@@ -174,16 +170,16 @@ def thin_batch(
     layers: Layers,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-    every: int,
+    one_in: int,
     multiple: int = 1,
 ) -> Thinned:
-    """Take every `every`-th example of a batch, or all if there are too few.
+    """Take one example in `one_in` of a batch, or all examples if there are too few.
 
     Args:
       layers: the layers, which know the arguments with the batch.
       args: the arguments of the loss by position.
       kwargs: the arguments by name.
-      every: the distance between two kept examples.
+      one_in: the distance between two kept examples.
       multiple: a divisor of the number of kept examples, unless all examples are kept.
 
     Raises:
@@ -205,13 +201,13 @@ def thin_batch(
             rows = leading_length(leaf, name, layers.shared)
             if rows is None:
                 return leaf
-            count = rows // (every * multiple) * multiple or rows
+            count = rows // (one_in * multiple) * multiple or rows
             counts[rows] = count
             if count == rows:
                 return leaf
             # Neighbouring examples lie on the same device, so the result is sharded like the batch. Without the
             # barrier, XLA for GPUs (jaxlib 0.10.2) merges this slice into a matrix product and aborts.
-            groups = leaf[: count * every].reshape(count, every, *leaf.shape[1:])
+            groups = leaf[: count * one_in].reshape(count, one_in, *leaf.shape[1:])
             return lax.optimization_barrier(groups[:, 0])
 
         return jax.tree.map_with_path(thin, argument)
@@ -222,11 +218,7 @@ def thin_batch(
     return Thinned(positional, named, counts[rows], rows)
 
 
-def _parts(
-    x: ArrayLike,
-    count: int,
-    argnum: int,
-) -> Array:
+def _parts(x: ArrayLike, count: int, argnum: int) -> Array:
     """Split an array of argument number `argnum` into `count` parts, on a new leading axis."""
     shape = jnp.shape(x)
     if not shape or shape[0] % count:

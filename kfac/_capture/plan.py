@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import arrangement, begins, flatten
 from kfac._capture.find_layers import layers_of
-from kfac._capture.finish import ElementwiseSums, Entries, KroneckerSums
+from kfac._capture.finish import ElementwiseFinisher, Entries, KroneckerFinisher
 from kfac._capture.outputs import Marks
 from kfac._capture.primitives import Read
 from kfac._capture.reduce_scatter import ReduceScatter
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
       plan: the taps at their operations.
       lies: the explicit mesh axes along which the batch is split.
       wire: dtype in which devices send sums.
-      sums: each layer's probes, by layer name.
+      finishers: by layer name, the finisher that converts the cotangents of the layer's probes to its statistics.
     """
 
     num_examples: int
@@ -49,30 +49,30 @@ class Planned(NamedTuple):
     plan: Plan
     lies: AxisName | None
     wire: str
-    sums: dict[str, KroneckerSums | ElementwiseSums]
+    finishers: dict[str, KroneckerFinisher | ElementwiseFinisher]
 
     @property
     def probes(self) -> dict[Key, Probe]:
         """Shapes and dtypes of all probes, by key."""
         probes: dict[Key, Probe] = {}
-        for sums in self.sums.values():
-            probes |= sums.probes
+        for finisher in self.finishers.values():
+            probes |= finisher.probes
         return probes
 
     def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Any]:
         """Arrange the eigenvectors of the layers in `basis` for the layers' taps."""
         vectors: dict[Key, Any] = {}
         for name, of_layer in basis.items():
-            sums = self.sums[name]
-            if isinstance(sums, KroneckerSums):
-                vectors |= sums.eigenvectors(of_layer)
+            finisher = self.finishers[name]
+            if isinstance(finisher, KroneckerFinisher):
+                vectors |= finisher.eigenvectors(of_layer)
         return vectors
 
     def factors(self, cotangents: Mapping[Key, Any]) -> Factors:
         """Compute the factors from the probes' cotangents."""
         blocks: dict[str, Statistics] = {}
-        for name, sums in self.sums.items():
-            blocks[name] = sums.finish([cotangents[key] for key in sums.probes])
+        for name, finisher in self.finishers.items():
+            blocks[name] = finisher.finish([cotangents[key] for key in finisher.probes])
         return Factors(blocks)
 
 
@@ -199,8 +199,9 @@ def _plan_kronecker(
         keys = [tap.key, tap.basis] if tap.basis else [tap.key]
         loops = [loop for loop, iterates in tap.use.levels() if iterates]
         planned.plan.place(tap, keys, loops)
-    sums = KroneckerSums(layer, taps, planned.num_examples, batch)
-    planned.sums[layer.name] = sums
+    planned.finishers[layer.name] = KroneckerFinisher(
+        layer, taps, planned.num_examples, batch
+    )
 
 
 def _over_devices(
@@ -357,5 +358,6 @@ def _plan_elementwise(
             spec = None if lies is None else PartitionSpec(*lies.spec[-2:])
             tap = ElementwiseTap(key, use, arrange, dtype, spec)
             planned.plan.place(tap, [key], loops)
-    sums = ElementwiseSums(layer, planned.num_examples, probes, entries)
-    planned.sums[layer.name] = sums
+    planned.finishers[layer.name] = ElementwiseFinisher(
+        layer, planned.num_examples, probes, entries
+    )

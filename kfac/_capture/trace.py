@@ -467,7 +467,7 @@ def named_arguments(
     return list(keys)
 
 
-def batch_of(
+def batch_arguments(
     layers: Layers,
     args: tuple,
     kwargs: Mapping[str, PyTree],

@@ -28,7 +28,7 @@ from kfac._capture.replay import replay
 from kfac._capture.taps import Probes
 from kfac._capture.trace import (
     Trace,
-    batch_of,
+    batch_arguments,
     is_array,
     is_key,
     is_typed_key,
@@ -97,9 +97,8 @@ def value_and_grad(
         `kfac.mark_output`. This is an unbiased estimate of the true Fisher matrix from a single draw (Martens 2020),
         and takes a second backward pass. `"expected"`: the expectation over all targets, which takes a backward pass
         for each feature of the output. It is exact for gradients that come from a single row of the output. It is
-        unbiased
-        if several rows contribute to a gradient: if examples interact, and in the unit-wise, diagonal and EKFAC moments
-        of examples with several rows.
+        unbiased if several rows contribute to a gradient: if examples interact, and in the unit-wise, diagonal and
+        EKFAC moments of examples with several rows.
       num_examples: the number of examples that the loss averages over, for a loss that hides its examples. By default,
         the number of rows in the marked output, or without a mark the number of examples in the batch.
       communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. With
@@ -183,7 +182,7 @@ def statistics(
         layers were found without a batch.
     """
     check(has_aux=has_aux)
-    every = check_fraction("fraction", fraction)
+    one_in = check_fraction("fraction", fraction)
     evaluator = Evaluator(
         loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
     )
@@ -192,8 +191,8 @@ def statistics(
     @functools.wraps(loss_fn)
     def factors_of(params, *args, **kwargs):
         evaluate = evaluator
-        if every > 1:
-            part = thin_batch(layers, args, kwargs, every)
+        if one_in > 1:
+            part = thin_batch(layers, args, kwargs, one_in)
             args = part.args
             kwargs = part.kwargs
             examples = part.of(num_examples)
@@ -236,8 +235,10 @@ class Evaluator:
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = _axes_of_arrays((args, kwargs))
         params = as_varying(params, axes | varying_axes(params))
-        batch = batch_of(self.layers, args, kwargs)
-        traced = trace(self.loss_fn, self.has_aux, params, args, kwargs, *batch)
+        argnums, shared = batch_arguments(self.layers, args, kwargs)
+        traced = trace(
+            self.loss_fn, self.has_aux, params, args, kwargs, argnums, shared
+        )
         _check_own(traced, axes)
         marks = self._marks(traced)
         planned = plan_taps(
@@ -270,8 +271,7 @@ class Evaluator:
             wanted = {k: leaves[k] for k in own.values()}
 
         def run(wanted, entries):
-            inputs = [wanted.get(k, leaf) for k, leaf in enumerate(leaves)]
-            inputs += traced.arrays
+            inputs = [wanted.get(k, x) for k, x in enumerate(leaves)] + traced.arrays
             return replay(traced.program, inputs, planned.plan, entries)
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
@@ -347,17 +347,21 @@ def _differentiate(
       The loss function's outputs, the wanted gradients by position, and the factors.
     """
 
-    def losses_of(wanted, probes):
+    def loss_and_handed(wanted, probes):
         outs, handed = run(wanted, {**probes, **entries})
-        zeros = []
+        handed_sums = []
         for x in handed.values():
-            # A scan around a mark stacks the zeros of its iterations.
+            # A scan around a mark stacks the values that its iterations hand out.
             scans = x.ndim - 1 if fisher == "expected" else x.ndim
-            zeros.append(jnp.sum(x, axis=tuple(range(scans))))
-        return (outs[0], zeros), outs
+            handed_sums.append(jnp.sum(x, axis=tuple(range(scans))))
+        return (outs[0], handed_sums), outs
 
-    (value, zeros), pull, outs = jax.vjp(losses_of, wanted, probes, has_aux=True)
-    grads, sums = pull((jnp.ones_like(value), zeros))
+    (value, handed_sums), pull, outs = jax.vjp(
+        loss_and_handed, wanted, probes, has_aux=True
+    )
+    # The sums are also the cotangents here. `Draw` hands out zeros, so they add nothing. `at_weight` hands out its
+    # scale and ignores the cotangent.
+    grads, sums = pull((jnp.ones_like(value), handed_sums))
     if fisher == "empirical":
         if marks.weighted:
             # A term of weight `w` has `w` times the curvature, but gradients `w` times as long.
@@ -374,8 +378,8 @@ def _differentiate(
         return planned.factors(pull((jnp.zeros_like(value), cotangents))[1])
 
     if fisher == "sampled":
-        return outs, grads, factors_of(jax.tree.map(jnp.ones_like, zeros))
-    features, unravel = ravel_pytree(zeros)
+        return outs, grads, factors_of(jax.tree.map(jnp.ones_like, handed_sums))
+    features, unravel = ravel_pytree(handed_sums)
     units = jnp.eye(len(features), dtype=features.dtype)
     units = as_varying(units, varying_axes(features))
     factors = _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
@@ -430,7 +434,10 @@ def plain_value_and_grad(
         if device_axes():
             axes = _axes_of_arrays(leaves)
             params = as_varying(params, axes | varying_axes(params))
-            _check_own(trace(loss_fn, has_aux, params, args, kwargs, ()), axes)
+            # Without a batch: only the device axes matter.
+            _check_own(
+                trace(loss_fn, has_aux, params, args, kwargs, batch_argnums=()), axes
+            )
 
         def loss(params):
             args, kwargs = jax.tree.unflatten(structure, leaves)

@@ -282,7 +282,7 @@ def check_factors(
     """Check that `factors` belong to `layers`, and contain all that `preconditioner` needs.
 
     Raises:
-      ValueError: `factors` is not a `Factors`; its layers or shapes differ from the layers with factors; or, with an
+      ValueError: `factors` is not a `Factors`; its layers or shapes differ from the layers with factors; or, with a
         `preconditioner`, gradients or moments are missing, have another shape, or are not used by the `preconditioner`.
     """
     if not isinstance(factors, Factors):

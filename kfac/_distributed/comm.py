@@ -32,16 +32,16 @@ class CommContext:
     There are three cases:
 
     - Without `axes`, there is a single device.
-    - With `axes` but without `owners`, every device has all blocks. Statistics are averaged over the axes.
-    - With `owners`, each block has an owner along these axes. The other axes repeat the owners.
+    - With `axes` but without `owner_axes`, every device has all blocks. Statistics are averaged over the axes.
+    - With `owner_axes`, each block has an owner along these axes. The other axes repeat the owners.
 
     Attributes:
       axes: the device axes.
-      owners: the axes, among `axes`, over which blocks are dealt.
+      owner_axes: the axes, among `axes`, over which blocks are dealt.
     """
 
     axes: Axes = ()
-    owners: Axes = ()
+    owner_axes: Axes = ()
 
     @property
     def alone(self) -> bool:
@@ -58,7 +58,7 @@ class CommContext:
         if self.axes and axis_size(self.axes) is None:
             where = "call update and observe inside jax.pmap or jax.shard_map over that axis"
             raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
-        return lax.axis_size(self.owners)
+        return lax.axis_size(self.owner_axes)
 
     def owns(self, assignment: BlockAssignment) -> Array:
         """Return for each position whether this device owns a block there, `[positions]`."""
@@ -86,7 +86,7 @@ class CommContext:
             )
 
         own = dict(stacks)
-        if self.owners:
+        if self.owner_axes:
             for name, stack in stacks.items():
                 if name in assignments:
                     own[name] = taken(stack, assignments[name])
@@ -94,7 +94,7 @@ class CommContext:
 
     def _is_owner(self, assignment: BlockAssignment) -> Array:
         """Return for each remainder block whether this device owns it."""
-        return lax.axis_index(self.owners) == np.array(assignment.owners, np.int32)
+        return lax.axis_index(self.owner_axes) == np.array(assignment.owners, np.int32)
 
     def _blocks(self, assignment: BlockAssignment) -> Array:
         """Return this device's block at each position, `[positions]`, or 0 if there is none.
@@ -102,22 +102,18 @@ class CommContext:
         The result is computed, because a table of all devices would grow with their number.
         """
         rounds = np.arange(assignment.full, dtype=np.int32) * assignment.devices
-        blocks = lax.axis_index(self.owners) + rounds
+        blocks = lax.axis_index(self.owner_axes) + rounds
         if not assignment.owners:
             return blocks
         remainder = np.arange(assignment.full * assignment.devices, assignment.blocks)
         last = jnp.sum(jnp.where(self._is_owner(assignment), remainder, 0))
         return jnp.append(blocks, last.astype(blocks.dtype))
 
-    def gather(
-        self,
-        own: Stacks,
-        assignments: BlockAssignments,
-    ) -> Stacks:
+    def gather(self, own: Stacks, assignments: BlockAssignments) -> Stacks:
         """Undo `take`: gather all blocks on all devices."""
-        if not self.owners:
+        if not self.owner_axes:
             return own
-        return gather_from_owners(own, assignments, self.owners)
+        return gather_from_owners(own, assignments, self.owner_axes)
 
     def means(
         self,
@@ -129,10 +125,10 @@ class CommContext:
 
         The mean is sent in `buckets` messages. With several messages, the first can overlap with the backward pass.
         """
-        if not self.owners:
+        if not self.owner_axes:
             return self.mean(stacks)
-        replicas = tuple(axis for axis in self.axes if axis not in self.owners)
-        return means_to_owners(stacks, assignments, self.owners, buckets, replicas)
+        replicas = tuple(axis for axis in self.axes if axis not in self.owner_axes)
+        return means_to_owners(stacks, assignments, self.owner_axes, buckets, replicas)
 
     def statistics(
         self,
@@ -156,15 +152,15 @@ class CommContext:
 
     def total(self, x: Array) -> Array:
         """Sum an array over the owners' axes. Each device has computed its array from its own blocks."""
-        return _reduce(lax.psum, x, self.owners)
+        return _reduce(lax.psum, x, self.owner_axes)
 
     def largest(self, x: Array) -> Array:
         """Return the maximum over the owners' axes."""
-        return _reduce(lax.pmax, x, self.owners)
+        return _reduce(lax.pmax, x, self.owner_axes)
 
     def agree(self, flag: Array) -> Array:
         """Return whether a flag is set on all devices along the owners' axes."""
-        return _reduce(lax.pmin, flag.astype(jnp.int32), self.owners) > 0
+        return _reduce(lax.pmin, flag.astype(jnp.int32), self.owner_axes) > 0
 
     def check(
         self,

@@ -25,7 +25,7 @@ def affordable(
     layers: Layers,
     preconditioner: BlockPreconditioner,
     overhead: float | Array,
-    share: int,
+    one_in: int,
     price: float | None = None,
 ) -> int | Array:
     """Return the shortest interval at which statistics and refreshes cost at most `overhead` of the gradient's work.
@@ -37,13 +37,13 @@ def affordable(
       layers: the layers, found with a step's batch.
       preconditioner: the kind of inverse.
       overhead: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
-      share: statistics use every `share`-th example.
+      one_in: statistics take one example in `one_in`.
       price: see `work_of_layers`.
 
     Returns:
       The interval in steps: an array if `overhead` is an array, otherwise an `int`.
     """
-    work = sum(work_of_layers(layers, preconditioner, share, price).values())
+    work = sum(work_of_layers(layers, preconditioner, one_in, price).values())
     gradients = work_of_gradients(layers)
     fraction = work / gradients if gradients else 0.0
     interval = fraction / overhead
@@ -56,16 +56,16 @@ def affordable(
 def prices_of_layers(
     layers: Layers,
     preconditioner: BlockPreconditioner,
-    every: int,
-    share: int,
+    period: int,
+    one_in: int,
 ) -> dict[str, float]:
     """Return the cost of each layer's curvature in a mean step, as a fraction of the whole gradient's work.
 
     Args:
       layers: the layers.
       preconditioner: the kind of inverse.
-      every: the interval between statistics and between refreshes, in steps.
-      share: statistics use every `share`-th example.
+      period: the interval between statistics and between refreshes, in steps.
+      one_in: statistics take one example in `one_in`.
 
     Returns:
       The costs by layer name. Empty if the gradient's work is unknown.
@@ -73,12 +73,12 @@ def prices_of_layers(
     gradients = work_of_gradients(layers)
     if not gradients:
         return {}
-    curvature_work = work_of_layers(layers, preconditioner, share)
+    curvature_work = work_of_layers(layers, preconditioner, one_in)
     prices = {}
     for layer in layers:
         if layer.name not in curvature_work:
             continue
-        work = curvature_work[layer.name] / every
+        work = curvature_work[layer.name] / period
         if layer.kind in KRONECKER_KINDS:
             blocks = layer.copies * layer.pieces
             work += preconditioner.products * blocks * applied(layer.block_shapes)
@@ -95,18 +95,18 @@ def work_of_gradients(layers: Layers) -> float:
 def work_of_layers(
     layers: Layers,
     preconditioner: BlockPreconditioner,
-    share: int,
+    one_in: int,
     price: float | None = None,
 ) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
-    Statistics take every `share`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
+    Statistics take one example in `one_in`. They need a forward pass, and a backward pass to the layers' outputs. A
     refresh's FLOP counts `price` times. None: `REFRESH_PRICE`, or `REFRESH_PRICE_ON_CPUS` on CPUs.
     """
     if price is None:
         on_cpus = jax.default_backend() == "cpu"
         price = REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE
-    examples = (layers.num_examples or 0) / share
+    examples = (layers.num_examples or 0) / one_in
     work = {}
     for layer in layers:
         if layer.positions is not None:

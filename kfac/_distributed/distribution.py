@@ -118,7 +118,7 @@ class Distribution:
             comm = CommContext(axes, axis_names(self.owner_axes) or axes)
         if axis_size(axes) is not None:
             return comm, None
-        return comm if comm.owners else CommContext(), seen.mesh
+        return comm if comm.owner_axes else CommContext(), seen.mesh
 
 
 def check_distribution(value: object) -> None:

@@ -1,4 +1,7 @@
-"""`observe` on one device: update running averages with statistics, and refresh inverses from the averages."""
+"""`observe` on each device: update running averages with statistics, and refresh inverses from the averages.
+
+`CommContext` sends the messages between devices. The same code serves a single device.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from kfac._optimizer.state import KfacState, assignments_of, check_blocks
 from kfac._packing import flatten, pad_to_devices, unflatten
 
 
-class Stacks(NamedTuple):
+class BatchStacks(NamedTuple):
     """The statistics of a batch, in a stack for each group.
 
     Attributes:
@@ -40,15 +43,15 @@ class Stacks(NamedTuple):
 def observe_here(
     config: Config,
     state: KfacState,
-    statistics: Factors | Stacks | None,
+    batch: Factors | BatchStacks | None,
 ) -> KfacState:
-    """Observe on one device.
+    """Observe on each device. Messages between devices go through `config.comm`; a single device sends none.
 
     Args:
       config: the fixed settings.
       state: the state before, with the blocks that this device holds.
-      statistics: this device's `Factors`, or `Stacks` that are already averaged over devices. None refreshes all
-        inverses from the present averages.
+      batch: the statistics of a batch: this device's `Factors`, or `BatchStacks` that are already averaged over
+        devices. None refreshes all inverses from the present averages.
 
     Returns:
       The state with new averages and inverses.
@@ -62,20 +65,20 @@ def observe_here(
     context = StepContext(config, state)
     left_out: Vectors = {}
     failed: Vectors = {}
-    if statistics is None:
+    if batch is None:
         state, failed = refresh_inverses(config, state)
         state = state._replace(refreshed=state.count)
     else:
-        if isinstance(statistics, Factors):
-            comm.check("factors", statistics)
-            statistics = average_over_devices(context, statistics)
-        state, left_out = update_ema(context, statistics)
+        if isinstance(batch, Factors):
+            comm.check("factors", batch)
+            batch = average_over_devices(context, batch)
+        state, left_out = update_ema(context, batch)
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
-            due = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(config, state, due)
-            refreshed = jnp.where(due, state.count, state.refreshed)
-            state = state._replace(refreshed=refreshed)
+            refresh_due = state.refresh_due.astype(bool)
+            state, failed = refresh_inverses(config, state, refresh_due)
+            last_refresh = jnp.where(refresh_due, state.count, state.refreshed)
+            state = state._replace(refreshed=last_refresh)
         state = state._replace(
             last_statistics_step=state.count, due=jnp.zeros((), bool)
         )
@@ -88,7 +91,7 @@ def observe_here(
     return state._replace(metrics=metrics)
 
 
-def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
+def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     config = context.config
     comm = context.comm
@@ -101,14 +104,15 @@ def average_over_devices(context: StepContext, factors: Factors) -> Stacks:
             for name, assignment in assignments.items()
             if name in gradients
         }
-        return Stacks(comm.statistics(packed, assignments), comm.means(gradients, own))
+        statistics = comm.statistics(packed, assignments)
+        return BatchStacks(statistics, comm.means(gradients, own))
     combined = Factors({name: block.combined() for name, block in factors.items()})
     statistics = {}
     for group in config.groups:
         if group.captured:
             moments = group.moments(config.preconditioner)
             statistics[group.name] = group.stack_factors(combined, moments)
-    return Stacks(statistics, gradients)
+    return BatchStacks(statistics, gradients)
 
 
 def stack_gradients(
@@ -161,10 +165,7 @@ def stack_packed(
     return stacks
 
 
-def update_ema(
-    context: StepContext,
-    stacks: Stacks,
-) -> tuple[KfacState, Vectors]:
+def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Vectors]:
     """Update the running averages with the statistics of a batch, except for blocks with non-finite statistics.
 
     Args:
@@ -209,9 +210,9 @@ def update_ema(
             state = with_parts(state, comm, name, preconditioner=preconditioner)
             statistics = dataclasses.replace(statistics, moments=None)
         old = group.scaled(part_of(state, comm, name, "factors"), back=True)
-        average, weight = averaged(old, block.weight, statistics, decay, taken)
-        factors = group.scaled(average)
-        state = with_parts(state, comm, name, factors=factors, weight=weight)
+        averages, weight = averaged(old, block.weight, statistics, decay, taken)
+        averages = group.scaled(averages)
+        state = with_parts(state, comm, name, factors=averages, weight=weight)
     return state, left_out
 
 
@@ -246,26 +247,26 @@ def refresh_inverses(
         zeros = jnp.zeros(flags.shape, bool)
         none_failed[name] = as_varying(zeros, varying_axes(flags))
 
-    def refreshed(old):
-        new = old[0]
+    def refresh_all(start):
+        new = start[0]
         failed = {}
         for group in config.groups:
             flags = wanted[group.name]
             new, failed[group.name] = refresh_group(config, group, state, new, flags)
         return new._replace(bases=gather_bases(comm, new)), failed
 
-    old = state, none_failed
+    start = state, none_failed
     if needed is None:
-        return refreshed(old)
+        return refresh_all(start)
 
     # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all inverses
     # in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads one
     # predicate for a loop as well as for a conditional.
     def once(now):
-        needed, old = now
-        return needed & False, refreshed(old)
+        needed, start = now
+        return needed & False, refresh_all(start)
 
-    return lax.while_loop(lambda now: now[0], once, (needed, old))[1]
+    return lax.while_loop(lambda now: now[0], once, (needed, start))[1]
 
 
 def refresh_group(
@@ -295,8 +296,8 @@ def refresh_group(
     damping = state.observe_damping
     if not group.owned:
         damping = damping * state.unitwise_damping_scale
-    factors = part_of(new, comm, name, "factors")
-    result = refresh(preconditioner, old, factors, wanted, damping)
+    averages = part_of(new, comm, name, "factors")
+    result = refresh(preconditioner, old, averages, wanted, damping)
     new = with_parts(
         new,
         comm,
@@ -320,12 +321,8 @@ def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Kronecker]:
     return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
 
 
-def count_blocks(
-    comm: CommContext,
-    state: KfacState,
-    flags: Vectors,
-) -> Array:
+def count_blocks(comm: CommContext, state: KfacState, flags: Vectors) -> Array:
     """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
-    first = jnp.asarray(lax.axis_index(comm.owners) == 0)
+    first = jnp.asarray(lax.axis_index(comm.owner_axes) == 0)
     counted = [x if name in state.owned else x & first for name, x in flags.items()]
     return jnp.sum(join(counted), dtype=jnp.int32)

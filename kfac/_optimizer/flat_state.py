@@ -88,7 +88,7 @@ def part_of(
     if slot is None:
         return getattr(state.blocks[name], part)
     vector = getattr(state.flat_state, part)
-    begin = of_this_device(slot.starts, slot.length, comm.owners)
+    begin = of_this_device(slot.starts, slot.length, comm.owner_axes)
     flat = lax.dynamic_slice_in_dim(vector, begin, slot.size)
     flat = jnp.where(comm.owns(state.owned[name].assignment), flat, 0)[None]
     if part != "factors":
@@ -107,7 +107,7 @@ def with_parts(
             stacks[part] = new
             continue
         vector = getattr(state.flat_state, part)
-        begin = of_this_device(slot.starts, slot.length, comm.owners)
+        begin = of_this_device(slot.starts, slot.length, comm.owner_axes)
         old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
         flat = _flat(part, new)[0].astype(old.dtype)
         flat = jnp.where(comm.owns(state.owned[name].assignment), flat, old)

@@ -40,8 +40,8 @@ def init_state(
         leaves = match_leaves(config.layers, params, "params")
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    owners = config.comm.owners
-    devices = axis_size(owners) or 1
+    owner_axes = config.comm.owner_axes
+    devices = axis_size(owner_axes) or 1
     assignments = assign_blocks(group_costs(config.groups), devices)
     owned = {}
     shared = {}
@@ -62,9 +62,9 @@ def init_state(
         if devices > 1 and group.moments(config.preconditioner):
             everywhere = init_preconditioner(config, group, size, dtype)
             bases[name] = config.preconditioner.basis(everywhere)
-    if axis_size(owners) is not None:
+    if axis_size(owner_axes) is not None:
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
-        owned = as_varying(owned, varying_axes(lax.axis_index(owners)))
+        owned = as_varying(owned, varying_axes(lax.axis_index(owner_axes)))
 
     def scalar(value, dtype=jnp.float32):
         return jnp.full((), value, dtype)

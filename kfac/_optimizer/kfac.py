@@ -150,7 +150,7 @@ def kfac(
       ValueError: an argument is out of range, or two arguments conflict.
     """
     spectral = step_norm is not None
-    preconditioner, every, _ = chosen(
+    preconditioner, period, _ = chosen(
         layers,
         step_norm=step_norm,
         preconditioner=preconditioner,
@@ -162,7 +162,7 @@ def kfac(
     if spectral:
         preconditioner = dataclasses.replace(preconditioner, relative=True)
     if isinstance(inverse_update_period, str) and inverse_update_period == "auto":
-        inverse_update_period = every
+        inverse_update_period = period
     nesterov = momentum is not None if nesterov is None else nesterov
     if adaptive_layer_rates is None:
         adaptive_layer_rates = spectral and momentum is not None
@@ -186,7 +186,7 @@ def kfac(
         damping=damping,
         preconditioner=preconditioner,
         distribution=distribution,
-        statistics_period=every,
+        statistics_period=period,
         inverse_update_period=inverse_update_period,
     )
 
@@ -231,13 +231,13 @@ class Chosen(NamedTuple):
 
     Attributes:
       preconditioner: the inverse of Kronecker blocks.
-      every: the number of steps from one `observe` to the next.
-      share: `k`, if statistics come from every `k`-th example.
+      period: the number of steps from one `observe` to the next, an int or an array.
+      one_in: statistics take one example in `one_in`.
     """
 
     preconditioner: BlockPreconditioner
-    every: Any
-    share: int
+    period: Any
+    one_in: int
 
 
 def chosen(
@@ -249,7 +249,7 @@ def chosen(
     statistics_fraction: float | None = None,
     **others: object,
 ) -> Chosen:
-    """Choose the inverse, the interval of statistics and their share of the examples; see `kfac` for the arguments.
+    """Choose the inverse, and the interval and the examples of statistics; see `kfac` for the arguments.
 
     Other options of `kfac` have no influence.
 
@@ -261,24 +261,23 @@ def chosen(
         preconditioner = Cholesky() if step_norm is None else SOAP()
     check_preconditioner(preconditioner)
     check(overhead=overhead)
-    share = statistics_share(layers, preconditioner, statistics_fraction)
+    one_in = statistics_one_in(layers, preconditioner, statistics_fraction)
     if step_norm is not None:
-        return Chosen(
-            preconditioner, affordable(layers, preconditioner, overhead, share), share
-        )
+        period = affordable(layers, preconditioner, overhead, one_in)
+        return Chosen(preconditioner, period, one_in)
     if not isinstance(overhead, jax.core.Tracer) and overhead != OVERHEAD:
         raise ValueError(
             f"overhead={overhead!r} has no effect: with step_norm=None every step has statistics. Leave overhead out"
         )
-    return Chosen(preconditioner, 1, share)
+    return Chosen(preconditioner, 1, one_in)
 
 
-def statistics_share(
+def statistics_one_in(
     layers: Layers,
     preconditioner: BlockPreconditioner,
     fraction: float | None,
 ) -> int:
-    """Return `k`, such that statistics come from every `k`-th example.
+    """Return `k`, such that statistics take one example in `k`.
 
     The default is 4 with `SOAP`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
     the number of examples is below 64 or unknown, or if the batch contains an array that all examples share.
@@ -297,7 +296,7 @@ def assemble(
     *,
     weight_decay: ScalarOrSchedule | None,
     weight_decay_mask: PyTree | Callable[[PyTree], PyTree],
-    **preconditioner: Any,
+    **options: Any,
 ) -> Optimizer:
     """Return the optimizer: the preconditioner and `scaling`, then weight decay and the learning rate.
 
@@ -306,16 +305,16 @@ def assemble(
       scaling: the settings of all stages between the preconditioner and weight decay.
       weight_decay: see `kfac`.
       weight_decay_mask: see `kfac`.
-      preconditioner: the fields of `Options`.
+      options: the fields of `Options`.
 
     Raises:
       ValueError: an option is out of range, or two options conflict.
     """
-    options = Options(**preconditioner)
-    check_options(options, scaling, weight_decay, weight_decay_mask)
+    preconditioner_options = Options(**options)
+    check_options(preconditioner_options, scaling, weight_decay, weight_decay_mask)
     before = scaling.learning_rate if scaling.lr_in_momentum else None
 
-    preconditioned = precondition_and_scale(layers, scaling, options)
+    preconditioned = precondition_and_scale(layers, scaling, preconditioner_options)
     parts = []
     if scaling.momentum is not None and any(x.kind == "skipped" for x in layers):
         parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))

@@ -92,8 +92,8 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        owners = axis_names(state.settings.distribution.owner_axes)
-        specs = state_spec(owners or tuple(mesh.axis_names))
+        owner_axes = axis_names(state.settings.distribution.owner_axes)
+        specs = state_spec(owner_axes or tuple(mesh.axis_names))
         return KfacState(*map(of_leaves, state, specs))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
@@ -188,7 +188,7 @@ def scatter_state(
     check_distribution(distribution)
     some_states(portable, "portable")
 
-    uses = distribution or Distribution()
+    distribution = distribution or Distribution()
 
     def scatter(node):
         if devices_of(node) > 1:
@@ -206,7 +206,7 @@ def scatter_state(
                 bases[name] = basis
         assignments = assign_blocks(costs, num_devices)
         owned = {n: _scatter_owned(x, assignments[n]) for n, x in node.owned.items()}
-        settings = dataclasses.replace(node.settings, distribution=uses)
+        settings = dataclasses.replace(node.settings, distribution=distribution)
         node = node._replace(owned=owned, bases=bases, settings=settings)
         return _each_device(closed, node)
 

@@ -128,19 +128,19 @@ def precondition_and_scale(
     """Return `scale_by_kfac` followed by the stages in `scaling`, such as momentum, which work on stacks of blocks."""
     check_layers(layers)
     preconditioner = options.preconditioner
-    uses = options.distribution or Distribution()
+    distribution = options.distribution or Distribution()
     config = Config(
         layers, group_layers(layers), preconditioner, CommContext(), scaling
     )
     refreshes = options.inverse_update_period is not None
-    settings = Settings(layers, preconditioner, uses, refreshes)
+    settings = Settings(layers, preconditioner, distribution, refreshes)
     reads_params = any(map(scaling.needs_params, config.groups))
-    tx = Preconditioner(config, options, settings, reads_params)
+    tx = Transformation(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Preconditioner:
+class Transformation:
     """The methods of `precondition_and_scale`.
 
     Attributes:
@@ -186,12 +186,12 @@ class Preconditioner:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
-        uses = self.settings.distribution
-        comm, mesh = mesh_to_open(uses, state, updates)
+        distribution = self.settings.distribution
+        comm, mesh = mesh_to_open(distribution, state, updates)
         check_alike(params)
         # With owners, `preconditioned_step` averages gradients that differ between devices.
-        if not comm.owners:
-            axes = axis_names(uses.axis) or device_axes()
+        if not comm.owner_axes:
+            axes = axis_names(distribution.axis) or device_axes()
             averaged = varying_axes(updates).intersection(axes)
             updates = CommContext(tuple(sorted(averaged))).mean(updates)
         config = dataclasses.replace(self.config, comm=comm)
@@ -206,20 +206,20 @@ class Preconditioner:
         else:
             params = None
         if mesh is not None:
-            check_devices(state, math.prod(mesh.shape[name] for name in comm.owners))
+            check_devices(
+                state, math.prod(mesh.shape[name] for name in comm.owner_axes)
+            )
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             param_specs = {} if types_tell else param_specs_of(state)
             meshed = ShardedStep(config, mesh, assignments_of(state), param_specs)
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
         exchange = LocalGradients if varying_axes(updates) else WholeGradients
-        gradients = Gradients(updates)
-        weights = Gradients(params)
         steps, state = preconditioned_step(
             exchange,
             config,
-            gradients,
-            weights,
+            Gradients(updates),
+            Gradients(params),
             state,
             now,
         )
@@ -229,22 +229,18 @@ class Preconditioner:
         """Set the state's flags and scalars for the next `observe`."""
         count = state.count
         options = self.options
-        warmup = (
-            10
-            if options.interval_warmup_steps is None
-            else options.interval_warmup_steps
-        )
-        period = (
-            1
-            if options.inverse_update_period is None
-            else options.inverse_update_period
-        )
-        in_warmup = in_turn(count, period, warmup)
+        warmup = options.interval_warmup_steps
+        if warmup is None:
+            warmup = 10
+        period = options.inverse_update_period
+        if period is None:
+            period = 1
+        warmup_due = in_turn(count, period, warmup)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
         return state._replace(
             due=in_turn(count, options.statistics_period, warmup),
-            refresh_due=in_warmup | in_turn(count, period, 0) | old,
+            refresh_due=warmup_due | in_turn(count, period, 0) | old,
             observe_damping=value_at(options.damping, count),
             unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
             factor_ema_decay=value_at(options.factor_ema_decay, count),
@@ -275,11 +271,7 @@ def is_overdue(state: KfacState, every: int | Array) -> bool:
     )
 
 
-def in_turn(
-    count: Array,
-    every: int | Array,
-    warmup: int | Array,
-) -> Array:
+def in_turn(count: Array, every: int | Array, warmup: int | Array) -> Array:
     """Return whether step `count` is a multiple of the current interval.
 
     The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up

@@ -28,7 +28,12 @@ from kfac._factors import Factors
 from kfac._layers import Layer
 from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
 from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
-from kfac._optimizer.averages import Stacks, observe_here, stack_gradients, stack_packed
+from kfac._optimizer.averages import (
+    BatchStacks,
+    observe_here,
+    stack_gradients,
+    stack_packed,
+)
 from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import (
     Gradients,
@@ -62,9 +67,9 @@ class ShardedStep:
     param_specs: dict[str, PartitionSpec]
 
     @property
-    def owners(self) -> tuple[str, ...]:
+    def owner_axes(self) -> tuple[str, ...]:
         """The axes over which blocks are dealt."""
-        return self.config.comm.owners
+        return self.config.comm.owner_axes
 
     def step(
         self,
@@ -90,8 +95,8 @@ class ShardedStep:
         def lay_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree))
 
-        specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owners))  # type: ignore[arg-type]
-        states = state_spec(self.owners)
+        specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
+        states = state_spec(self.owner_axes)
         step = jax.shard_map(
             functools.partial(preconditioned_step, exchange, self.config),
             mesh=self.mesh,
@@ -106,19 +111,15 @@ class ShardedStep:
             return self.from_owners(new, updates), state
         return reshard_like(new.tree, updates), state
 
-    def observe(
-        self,
-        state: KfacState,
-        factors: Factors | None,
-    ) -> KfacState:
+    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
-        states = state_spec(self.owners)
-        over = PartitionSpec(self.owners)
+        states = state_spec(self.owner_axes)
+        over = PartitionSpec(self.owner_axes)
         everywhere = PartitionSpec()
         specs: Any = everywhere
         stacks = None
         if factors is not None:
-            specs = Stacks({}, {})
+            specs = BatchStacks({}, {})
             for group in self.config.groups:
                 field = specs.statistics if group.captured else specs.gradients
                 field[group.name] = over if group.owned else everywhere
@@ -131,9 +132,9 @@ class ShardedStep:
         )
         return observe(state, stacks)
 
-    def owned(self, updates: PyTree) -> dict[str, Array]:
+    def owned(self, tree: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
-        leaves = leaves_by_path(updates)
+        leaves = leaves_by_path(tree)
         return {p: leaf for p, leaf in leaves.items() if p in self.config.owned_paths}
 
     def is_split(self, updates: PyTree) -> bool:
@@ -143,7 +144,7 @@ class ShardedStep:
         in each stack share a dtype.
         """
         kinds = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if len({kinds[name] for name in self.owners}) != 1:
+        if len({kinds[name] for name in self.owner_axes}) != 1:
             return False
         leaves = self.owned(updates)
         parts = [part for group in self.config.owned for part in group.by_leaf]
@@ -154,11 +155,7 @@ class ShardedStep:
                 return True
         return False
 
-    def statistics_to_owners(
-        self,
-        state: KfacState,
-        factors: Factors,
-    ) -> Stacks:
+    def statistics_to_owners(self, state: KfacState, factors: Factors) -> BatchStacks:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
@@ -171,25 +168,26 @@ class ShardedStep:
                 statistics[name] = self.over_owners(statistics[name], assignment)
             else:
                 gradients[name] = self.over_owners(gradients[name], assignment)
-        return Stacks(statistics, gradients)
+        return BatchStacks(statistics, gradients)
 
-    def to_owners(self, updates: PyTree) -> Gradients:
-        """Stack gradients: blocks with owners lie in their owners' slots, all other leaves are replicated.
+    def to_owners(self, tree: PyTree) -> Gradients:
+        """Stack gradients or parameters.
 
-        A scalar replaces each skipped leaf: 0 if the leaf is finite, otherwise NaN.
+        Blocks with owners lie in their owners' slots. All other leaves are replicated. A scalar replaces each skipped
+        leaf: 0 if the leaf is finite, otherwise NaN.
         """
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
-        updates = map_by_path(self.like_param, updates)
-        owned = self.owned(updates)
+        tree = map_by_path(self.like_param, tree)
+        owned = self.owned(tree)
 
         def rest(path, leaf):
             if path in self.config.layers.skipped_paths:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
-        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owners))(owned)
-        return Gradients(replicated(map_by_path(rest, updates)), stacks)
+        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
+        return Gradients(replicated(map_by_path(rest, tree)), stacks)
 
     def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
         """Stack the leaves that only their owners precondition, in their owners' slots."""
@@ -253,21 +251,21 @@ class ShardedStep:
         only its own part. If the devices do not divide the other axis, or both axes are cut, XLA chooses the layout.
         """
         free = PartitionSpec.UNCONSTRAINED
-        devices = math.prod(self.mesh.shape[name] for name in self.owners)
+        devices = math.prod(self.mesh.shape[name] for name in self.owner_axes)
         if layer.num_blocks[0] == 1 < layer.num_blocks[1] and layer.d_in % devices == 0:
-            return None, self.owners
+            return None, self.owner_axes
         if (
             layer.num_blocks[1] == 1 < layer.num_blocks[0]
             and layer.d_out % devices == 0
         ):
-            return self.owners, None
+            return self.owner_axes, None
         return free, free
 
     def over_owners(self, stacks: PyTree, assignment: BlockAssignment) -> PyTree:
         """Reorder blocks `[k, ...]` into slot order, device-major, and split them over the owners."""
 
         def deal(x):
-            return self.lying(_picked(x, assignment.slot_to_block), self.owners)
+            return self.lying(_picked(x, assignment.slot_to_block), self.owner_axes)
 
         return jax.tree.map(deal, stacks)
 
@@ -286,13 +284,14 @@ class ShardedStep:
 
 
 def mesh_to_open(
-    uses: Distribution,
+    distribution: Distribution,
     state: KfacState,
     tree: PyTree,
 ) -> tuple[CommContext, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
-    comm, mesh = uses.comm(tree, uses.axis is not None or devices_of(state) > 1)
-    if mesh is None or comm.owners or AxisType.Explicit in mesh.axis_types:
+    sharded = distribution.axis is not None or devices_of(state) > 1
+    comm, mesh = distribution.comm(tree, sharded)
+    if mesh is None or comm.owner_axes or AxisType.Explicit in mesh.axis_types:
         return comm, mesh
     # XLA partitions the program of a single device.
     return comm, None
@@ -312,7 +311,7 @@ def init_over_mesh(
         lambda: init_state(config, settings, shapes),
         mesh=mesh,
         in_specs=(),
-        out_specs=state_spec(config.comm.owners),
+        out_specs=state_spec(config.comm.owner_axes),
     )
     state: KfacState = jax.jit(init)()
     leaves = jax.tree.leaves(params)

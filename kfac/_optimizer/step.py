@@ -1,4 +1,7 @@
-"""Make a preconditioned step on one device, as a list of stages."""
+"""Make a preconditioned step on each device, as a list of stages.
+
+`CommContext` sends the messages between devices. The same code serves a single device.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def preconditioned_step(
     state: KfacState,
     now: StepScalars,
 ) -> tuple[Gradients, KfacState]:
-    """Precondition the gradients and turn them into updates, on a single device.
+    """Precondition the gradients and turn them into updates, on each device.
+
+    Messages between devices go through `config.comm`; a single device sends none.
 
     Args:
       exchange: the form of the gradients.

@@ -111,7 +111,7 @@ class TrainStep:
         """
         due = statistics_due(opt_state)
 
-        def observe(
+        def run_observe(
             opt_state,
             params,
             args,
@@ -122,9 +122,11 @@ class TrainStep:
 
         arguments = opt_state, params, args, kwargs
         if isinstance(due, jax.core.Tracer):
-            opt_state = lax.cond(due, observe, lambda state, *rest: state, *arguments)
+            opt_state = lax.cond(
+                due, run_observe, lambda state, *rest: state, *arguments
+            )
         elif due:
-            opt_state = observe(*arguments)
+            opt_state = run_observe(*arguments)
         return self._programs["step"](params, opt_state, *args, **kwargs)
 
     @functools.cached_property
@@ -196,12 +198,12 @@ class TrainStep:
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
-        preconditioner, _, share = chosen(layers, **self.options)
+        preconditioner, _, one_in = chosen(layers, **self.options)
         parts = self.num_microbatches
         examples = self.num_examples
-        if share > 1:
-            fewer = -(-parts // share)
-            thinned = thin_batch(layers, args, kwargs, share, fewer)
+        if one_in > 1:
+            fewer = -(-parts // one_in)
+            thinned = thin_batch(layers, args, kwargs, one_in, fewer)
             args = thinned.args
             kwargs = thinned.kwargs
             examples = thinned.of(examples)
@@ -350,17 +352,17 @@ def _strong(leaf: Array) -> Array:
 
 def _summary(layers: Layers, options: dict[str, Any]) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
-    preconditioner, every, share = chosen(layers, **options)
+    preconditioner, period, one_in = chosen(layers, **options)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
-    part = f" of 1/{share} of the examples" if share > 1 else ""
-    when = f"every {every} steps after the start" if every > 1 else "in every step"
+    part = f" of 1/{one_in} of the examples" if one_in > 1 else ""
+    when = f"every {period} steps after the start" if period > 1 else "in every step"
     count = len(layers.with_blocks)
     size = f"{_short(within)} parameters"
     if total > within:
         size += f" ({_short(total - within)} more skipped)"
     line = f"{count} layer{'s' * (count != 1)}, {size}, {type(preconditioner).__name__}, statistics{part} {when}"
-    prices = prices_of_layers(layers, preconditioner, every, share)
+    prices = prices_of_layers(layers, preconditioner, period, one_in)
     if not prices:
         return line
     total_price = sum(prices.values())

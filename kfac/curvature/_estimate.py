@@ -12,7 +12,7 @@ from optax import Params
 
 from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import find_marks
-from kfac._capture.trace import batch_of, trace
+from kfac._capture.trace import batch_arguments, trace
 from kfac._capture.value_and_grad import statistics
 from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
@@ -60,9 +60,8 @@ def estimate_factors(
 
     @functools.partial(jax.jit, donate_argnums=0)
     def averaged(mean, count, params, batch, number):
-        traced = trace(
-            loss_fn, has_aux, params, (batch,), {}, *batch_of(layers, (batch,), {})
-        )
+        argnums, shared = batch_arguments(layers, (batch,), {})
+        traced = trace(loss_fn, has_aux, params, (batch,), {}, argnums, shared)
         found = layers_of(traced, layers, find_marks(traced), num_examples)
         own_key = None if key is None else jax.random.fold_in(key, number)
         factors = measure(params, batch, fisher_key=own_key, basis=basis).whole()

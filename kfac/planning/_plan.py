@@ -42,7 +42,7 @@ from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
 from kfac._optimizer.config import Config
-from kfac._optimizer.kfac import statistics_share
+from kfac._optimizer.kfac import statistics_one_in
 from kfac._optimizer.sharded_step import init_over_mesh
 from kfac._optimizer.state import Settings
 from kfac._optimizer.step_scaling import ScalingConfig
@@ -209,19 +209,19 @@ def plan(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
     )
     layers = dataclasses.replace(layers, num_examples=batch)
-    share = statistics_share(layers, preconditioner, statistics_fraction)
-    every = int(affordable(layers, preconditioner, overhead, share, REFRESH_PRICE))
-    statistics_period = statistics_period or every
+    one_in = statistics_one_in(layers, preconditioner, statistics_fraction)
+    period = int(affordable(layers, preconditioner, overhead, one_in, REFRESH_PRICE))
+    statistics_period = statistics_period or period
     examples = batch / devices
     forward = sum(map(products_of, layers))
     statistics = sum(map(statistics_of, layers))
-    if share > 1 or statistics_period > 1:
+    if one_in > 1 or statistics_period > 1:
         statistics += 2 * forward
     blocks = _Blocks(group_layers(layers), preconditioner, devices)
     gradients = 4 * sum(layer.num_params for layer in layers)
     flops = {
         "gradients": 3 * examples * forward,
-        "statistics": examples / share * statistics,
+        "statistics": examples / one_in * statistics,
         **blocks.flops,
     }
     messages = {
@@ -239,7 +239,7 @@ def plan(
         batch,
         hardware,
         statistics_period,
-        inverse_update_period or every,
+        inverse_update_period or period,
         flops,
         messages,
         memory,
