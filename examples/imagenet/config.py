@@ -113,15 +113,18 @@ RUN: Table = [
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Factor by which momentum falls "
      "with the rate. ratio: rate over last rate (code of Osawa et al.). proportional: rate over peak rate (paper)."),
     ("lr_in_momentum", yes_no, None, "[kfac] Apply the rate before the momentum (v <- m v - lr p), not after it."),
-    ("factor_every", number(int, 1, math.inf, "auto"), None,
+    ("statistics_period", number(int, 1, math.inf, "auto"), None,
      "[kfac] Steps between statistics. auto: see `kfac.statistics_due`."),
-    ("subsample", count, 1, "[kfac] With N, take statistics from every N-th image only."),
+    ("statistics_fraction", number(float, 0, 1, above=True), 1.0,
+     "[kfac] Share of the images that gives statistics, 1 over a whole number."),
     ("preconditioner", one_of("soap", "cholesky", "eigh"), None, "[kfac] Method that inverts the factors."),
     ("inverse_update_period", count, None, "[kfac] Steps between inverses, reached by doubling. See `kfac.kfac`."),
     ("ema", decay, 0.0, "Decay of the weights' running average, which validation then uses. 0: no average."),
     ("eval_every", count, None, "Steps between validations. Default: an epoch."),
     ("seed", whole, 0, "Seed for the initial weights, the order of the images and their augmentation."),
 ]
+# Options of version 0.3 whose present names are not similar.
+FORMER = {"--subsample": ["--statistics-fraction"], "--factor-every": ["--statistics-period"]}
 # Options that may change when a run is resumed. If the data folder moves, a fingerprint checks the data.
 MAY_CHANGE: Table = [
     ("epochs", positive, None, "Length of the training. Give this or --steps. A larger value extends a run."),
@@ -178,7 +181,9 @@ class _Parser(argparse.ArgumentParser):
         """Report the error in one sentence, with the nearest option, instead of the usage."""
         names = [*(option(name) for name, *_ in OPTIONS), *ALIASES.values()]
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
-        near = [f"; did you mean {name}?" for name in difflib.get_close_matches(unknown, names, 1)]
+        near = [
+            f"; did you mean {name}?" for name in FORMER.get(unknown) or difflib.get_close_matches(unknown, names, 1)
+        ]
         raise UserError(f"{message.removeprefix('argument ')}{''.join(near)} (--help lists all options)")
 
 

@@ -52,7 +52,7 @@ DATA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "kfac": dict(learning_rate=0.1, momentum=0.9, weight_decay=0.0, nesterov=True, step_norm="spectral",
-                 preconditioner="soap", momentum_coupling="none", factor_every="auto"),
+                 preconditioner="soap", momentum_coupling="none", statistics_period="auto"),
     "muon": dict(learning_rate=0.1, momentum=0.95, weight_decay=0.0, nesterov=True),
     "sgd": dict(learning_rate=1.0, momentum=0.9, nesterov=True, weight_decay=1e-4),
     "lars": dict(learning_rate=15.0, momentum=0.9, weight_decay=1e-4),
@@ -61,7 +61,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # Defaults for K-FAC with --step-norm none and without --config. The curvature or a trust ratio sets the step length.
 PUBLISHED: dict[str, Any] = dict(
     learning_rate=0.02, nesterov=False, damping=1e-2, factor_ema_decay=0.9, kl_clip=0.0, lr_in_momentum=False,
-    unitwise_damping_scale=1.0, trust_ratio=0.0, preconditioner="cholesky", factor_every=1, inverse_update_period=1,
+    unitwise_damping_scale=1.0, trust_ratio=0.0, preconditioner="cholesky", statistics_period=1,
+    inverse_update_period=1,
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from report import say
 
 SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 INVERSES: Any = {"soap": kfac.SOAP, "cholesky": kfac.Cholesky, "eigh": kfac.Eigh}
-# Inverses become outdated fast at first, so each of these steps collects statistics, whatever --factor-every says.
+# Inverses become outdated fast at first, so each of these steps collects statistics, whatever --statistics-period says.
 FACTOR_WARMUP = 10
 
 
@@ -77,7 +77,7 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
                 weight_decay_mask=is_kernel if decay else None, preconditioner=INVERSES[c.preconditioner](),
-                inverse_update_period=c.inverse_update_period or "auto", statistics_fraction=1 / c.subsample,
+                inverse_update_period=c.inverse_update_period or "auto", statistics_fraction=c.statistics_fraction,
                 distribution=where,
             )  # fmt: skip
         return kfac.presets.osawa2019(
@@ -263,12 +263,12 @@ def main(args: list[str]) -> int:
     layers = kfac.find_layers(functools.partial(loss_fn, run, plain), variables["params"], variables["batch_stats"],
                               example, has_aux=True, max_factor_dim=max_factor_dim)  # fmt: skip
     if config.plan:
-        every = {"statistics_period": config.factor_every, "inverse_update_period": config.inverse_update_period}
+        every = {"statistics_period": config.statistics_period, "inverse_update_period": config.inverse_update_period}
         every = {name: value for name, value in every.items() if isinstance(value, int)}
         for n in config.plan:
             planned = kfac.planning.plan(
                 layers, devices=n, batch=batch, preconditioner=INVERSES[config.preconditioner](),
-                statistics_fraction=1 / config.subsample, **every,
+                statistics_fraction=config.statistics_fraction, **every,
             )  # fmt: skip
             say(f"{planned}\n")
         return 0
@@ -300,10 +300,10 @@ def main(args: list[str]) -> int:
     # Statistics have their own program. If every step takes them from all images, they come with the gradients.
     gradients: Callable[..., Any] = functools.partial(local_gradients, loss_of)
     take_statistics = None
-    if use_kfac and config.factor_every == config.subsample == 1:
+    if use_kfac and config.statistics_period == config.statistics_fraction == 1:
         gradients = kfac.value_and_grad(loss_of, layers, has_aux=True)
     elif use_kfac:
-        statistics = kfac.statistics(loss_of, layers, fraction=1 / config.subsample, has_aux=True)
+        statistics = kfac.statistics(loss_of, layers, fraction=config.statistics_fraction, has_aux=True)
         take_statistics = compile(observe, statistics, specs)
     train = compile(train_step, gradients, (specs, SAME, SAME))
     compile_seconds = time.perf_counter() - compile_began
@@ -333,13 +333,13 @@ def main(args: list[str]) -> int:
     last_save = last_line = loop_began = time.perf_counter()
     last_read = start
     for step, got in enumerate(train_batches(start, stop_at), start + 1):
-        if config.factor_every != "auto" and use_kfac:
-            due = (step - 1) % config.factor_every == 0
+        if config.statistics_period != "auto" and use_kfac:
+            due = (step - 1) % config.statistics_period == 0
         if take_statistics and (due or step <= FACTOR_WARMUP):
             state = take_statistics(state, (got.images, got.labels))
         state, values, squares = train(state, (got.images, got.labels))
         broken.note(got.broken)
-        if config.factor_every == "auto":
+        if config.statistics_period == "auto":
             due = bool(values["kfac/due"])  # waits for the device
         metrics.add(step, values, squares)
 

@@ -272,7 +272,7 @@ def test_speed_is_measured(script, capsys, tmp_path, images, monkeypatch):
 
 def test_plan(script, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script.main(["--plan", "1", "12", "--factor-every", "10", "--inverse-update-period", "100"])
+    script.main(["--plan", "1", "12", "--statistics-period", "10", "--inverse-update-period", "100"])
     text = capsys.readouterr().out
     assert "1 device(s), batch 144" in text and "12 device(s), batch 144" in text
     assert text.count("statistics every 10 and refreshes every 100 step(s)") == 2 and "ASSUMED" in text

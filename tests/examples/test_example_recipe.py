@@ -62,7 +62,8 @@ def test_the_configurations_are_those_of_the_table(name):
     assert abs(cfg.total_steps(c, IMAGENET) - TABLE[name][-1]) <= (4 if name == "bs8k" else 0)
     assert c.local_batch == 32 and c.arch == "resnet50d" and c.rescale and c.erasing == "in-place"
     assert (
-        c.factor_ema_decay == c.weight_decay == c.warmup_epochs == 0 and c.factor_every == c.inverse_update_period == 1
+        c.factor_ema_decay == c.weight_decay == c.warmup_epochs == 0
+        and c.statistics_period == c.inverse_update_period == 1
     )
 
 
@@ -92,11 +93,11 @@ def test_without_a_configuration_all_data_get_the_default_of_the_package():
     """Which a row of the recipe does not: its damping, averages and rate are those of a batch of thousands."""
     for data in (["--data", "digits"], ["--data", "synthetic"], ["--data-dir", "."]):
         config = resolved(*data)
-        assert (config.step_norm, config.learning_rate, config.factor_every) == ("spectral", 0.1, "auto")
+        assert (config.step_norm, config.learning_rate, config.statistics_period) == ("spectral", 0.1, "auto")
         assert config.damping is None and config.factor_ema_decay is None and config.trust_ratio is None
     recipe_of = resolved("--config", "bs128k", "--data", "synthetic")
     assert (recipe_of.step_norm, recipe_of.trust_ratio) == ("none", 0.0)
-    assert (recipe_of.damping, recipe_of.factor_every) == (1e-4, 1)
+    assert (recipe_of.damping, recipe_of.statistics_period) == (1e-4, 1)
 
 
 def test_without_a_step_norm_there_may_be_a_trust_ratio():

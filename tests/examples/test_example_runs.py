@@ -27,7 +27,7 @@ pytestmark = pytest.mark.examples
 SGD = ["--optimizer", "sgd", "--width", 8, "--schedule", "constant", "--steps", 2000, "--warmup-epochs", 1]
 # Ten steps an epoch, with statistics in every other step after the tenth, and averaged weights.
 RECIPE = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--width", 8, "--steps", 24,
-          "--factor-every", 2, "--ema", 0.9, "--log-every", 1]  # fmt: skip
+          "--statistics-period", 2, "--ema", 0.9, "--log-every", 1]  # fmt: skip
 LAUNCH = "launch/processes.sh"
 
 
@@ -383,7 +383,7 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chosen", [["--preconditioner", "eigh"], ["--preconditioner", "cholesky", "--factor-every", 2]], ids=str
+    "chosen", [["--preconditioner", "eigh"], ["--preconditioner", "cholesky", "--statistics-period", 2]], ids=str
 )
 def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
     """On two devices, with micro-batches."""
