@@ -203,8 +203,11 @@ def plan(
         check_choice("hardware", hardware, [*HARDWARE])
         hardware = HARDWARE[hardware]
     batch = layers.num_examples if batch is None else batch
+    if batch is None:
+        raise ValueError(
+            "the layers were found without a number of examples: pass batch="
+        )
     check(devices=devices, batch=batch, overhead=overhead)
-    assert batch  # for mypy, because `check` refuses None
     check_given(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
     )
