@@ -202,11 +202,7 @@ def plan(
     if not isinstance(hardware, Hardware):
         check_choice("hardware", hardware, [*HARDWARE])
         hardware = HARDWARE[hardware]
-    batch = layers.num_examples if batch is None else batch
-    if batch is None:
-        raise ValueError(
-            "the layers were found without a number of examples: pass batch="
-        )
+    batch = _batch_size(layers) if batch is None else batch
     check(devices=devices, batch=batch, overhead=overhead)
     check_given(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
@@ -349,6 +345,14 @@ class _Blocks:
             evenly = sum(self.assignments[n].full * sizes[n] for n in names)
             total += (self.devices - 1) * (evenly + layout.width + layout.exchanged)
         return total
+
+
+def _batch_size(layers: Layers) -> int:
+    if layers.num_examples is None:
+        raise ValueError(
+            "the layers were found without a number of examples: pass batch="
+        )
+    return layers.num_examples
 
 
 def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
