@@ -348,7 +348,7 @@ class _Blocks:
 
 
 def _batch_size(layers: Layers) -> int:
-    if layers.num_examples is None:
+    if not layers.num_examples:
         raise ValueError(
             "the layers were found without a number of examples: pass batch="
         )
