@@ -68,6 +68,7 @@ def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     dtype = array_type(eqn.outvars[0]).dtype
     rank = max(x.ndim for x in arrays)
+    sharding = parameter(eqn, "out_sharding")
 
     def multiply(*operands):
         forms = []
@@ -76,7 +77,8 @@ def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
             # The batch axes come first in the result.
             x = jnp.transpose(x, (*axes, *free)).astype(dtype)
             forms.append(jnp.expand_dims(x, range(x.ndim, rank)))
-        return forms[0] * forms[1]
+        result = forms[0] * forms[1]
+        return result if sharding is None else jax.reshard(result, sharding)
 
     return jax.make_jaxpr(multiply)(*arrays)
 

@@ -173,7 +173,9 @@ def products():
     ragged = X, numbers(2, 6, 3), jnp.array([1, 3])
     return {
         "dot_general": Case(
-            product, (numbers(2, 5, 4, 3), numbers(2, 4, 7, 3)), {"dimension_numbers": (contracted, batched)}
+            product,
+            (numbers(2, 5, 4, 3), numbers(2, 4, 7, 3)),
+            {"dimension_numbers": (contracted, batched), "out_sharding": None},
         ),
         "conv_general_dilated": Case(convolution, (image, kernel), {"dimension_numbers": layout, **options}),
         "ragged_dot_general": Case(lax.ragged_dot, ragged, {"ragged_dot_dimension_numbers": groups}),
