@@ -315,6 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--figure", type=Path, default=HERE / "curves.png", help="the figure that `report` writes")
     options = parser.parse_args(arguments)
+    if options.method == "kfac" and options.batch % SHARE:
+        parser.error(f"--batch {options.batch} is no multiple of {SHARE}")
     if options.batch % options.parts:
         parser.error(f"--parts {options.parts} does not divide --batch {options.batch}")
     (run if options.action == "run" else report)(options)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
 
 from kfac._capture.parameters import (
     CALLS,
@@ -48,7 +49,10 @@ _COMBINING = ("scatter", "reduce")
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the program that an equation calls once, or None for any other equation."""
+    """Return the program that replaces an equation, or None if the equation stays.
+
+    It is the program that the equation calls once, or `mul` for a `dot_general` that scales an array.
+    """
     name = eqn.primitive.name
     if name == "dot_general":
         return _elementwise_product(eqn)
@@ -58,8 +62,8 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return a program with `mul` for a `dot_general` that scales an array, or None for any other `dot_general`.
 
-    For example, `jnp.einsum("nd,d->nd", x, scale)` has the batch axis `d` and no contracted axis. As a product, it
-    would read each element of `scale` as a kernel with one input and one output.
+    For example, `jnp.einsum("nd,d->nd", x, scale)` has the batch axis `d` and no contracted axis. Without
+    this, each element of `scale` would count as a kernel with one input and one output.
     """
     contract, batch = parameter(eqn, "dimension_numbers")
     arrays = [array_type(var) for var in eqn.invars]
@@ -76,9 +80,11 @@ def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
             free = [k for k in range(x.ndim) if k not in axes]
             # The batch axes come first in the result.
             x = jnp.transpose(x, (*axes, *free)).astype(dtype)
+            if sharding is not None:
+                spec = (*sharding.spec, *[None] * rank)[: x.ndim]
+                x = jax.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
             forms.append(jnp.expand_dims(x, range(x.ndim, rank)))
-        result = forms[0] * forms[1]
-        return result if sharding is None else jax.reshard(result, sharding)
+        return forms[0] * forms[1]
 
     return jax.make_jaxpr(multiply)(*arrays)
 

@@ -172,7 +172,7 @@ class Analysis(NamedTuple):
 
 
 # Descriptions of the leaves on which an option has an effect, for messages.
-LEFT_BY_SKIP = "parameter that skip= leaves over"
+LEFT_BY_SKIP = "parameter that skip= does not match"
 EXACT_KERNEL = "kernel of a product with exact rows"
 
 

@@ -396,7 +396,8 @@ def spectral_norm(stack: Array) -> Array:
 
     Run `POWER_ITERATIONS` power iterations from a fixed vector. The vectors are not normalised. Instead, the matrices
     are scaled so that their largest singular values are between `r^-1/4` and `r^1/4`, where `r = min(m, n)`. An
-    iteration then changes a vector's length by a factor of at most `sqrt(r)`.
+    iteration then multiplies the component along the first singular vector by a factor between `r^-1/2` and `r^1/2`, so
+    vectors stay in float32's range.
     """
     (frobenius,) = sums([stack * stack])
     scale = safe_ratio(min(stack.shape[1:]) ** 0.25, jnp.sqrt(frobenius))
