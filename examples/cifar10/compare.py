@@ -137,7 +137,8 @@ class Programs:
             tx = methods.METHODS[options.method].make(rate, settings, None)
 
         def in_parts(measure: Any, size: int, count: int) -> Any:
-            """Compile `measure` for a part of `size` examples. Return a function that averages it over the parts.
+            """Compile `measure` for a part of `size` examples. Return a function that averages it over the parts, and
+            zeros in the form of its result.
 
             The loop over the parts runs in Python, because XLA's convolutions are slow inside loops on CPUs.
             """
@@ -156,7 +157,7 @@ class Programs:
                     total = program(total, *carry[:2], *one)
                 return total
 
-            return mean
+            return mean, zeros
 
         def step(carry: Any, measured: Any) -> Any:
             (loss, averages), grads = measured
@@ -169,10 +170,10 @@ class Programs:
         if layers is not None:
             # These parts are as large as in a step.
             measure = kfac.statistics(loss_fn, layers, has_aux=True)
-            self.statistics = in_parts(measure, options.batch // SHARE, -(-parts // SHARE))
-            self.observe = jax.jit(kfac.observe, donate_argnums=0)
-        self.gradients = in_parts(jax.value_and_grad(loss_fn, has_aux=True), options.batch, parts)
-        self.update = jax.jit(step, donate_argnums=0)
+            self.statistics, factors = in_parts(measure, options.batch // SHARE, -(-parts // SHARE))
+            self.observe = jax.jit(kfac.observe, donate_argnums=0).lower(self.first[2], factors).compile()
+        self.gradients, measured = in_parts(jax.value_and_grad(loss_fn, has_aux=True), options.batch, parts)
+        self.update = jax.jit(step, donate_argnums=0).lower(self.first, measured).compile()
         self.compiling = time.process_time() - began
 
         def normalised(params: Any, images: Any) -> Any:

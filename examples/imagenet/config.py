@@ -124,7 +124,7 @@ RUN: Table = [
     ("seed", whole, 0, "Seed for the initial weights, the order of the images and their augmentation."),
 ]
 # Options of version 0.3 whose present names are not similar.
-FORMER = {"--subsample": ["--statistics-fraction"], "--factor-every": ["--statistics-period"]}
+FORMER = {"--subsample": "--statistics-fraction", "--factor-every": "--statistics-period"}
 # Options that may change when a run is resumed. If the data folder moves, a fingerprint checks the data.
 MAY_CHANGE: Table = [
     ("epochs", positive, None, "Length of the training. Give this or --steps. A larger value extends a run."),
@@ -181,9 +181,8 @@ class _Parser(argparse.ArgumentParser):
         """Report the error in one sentence, with the nearest option, instead of the usage."""
         names = [*(option(name) for name, *_ in OPTIONS), *ALIASES.values()]
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
-        near = [
-            f"; did you mean {name}?" for name in FORMER.get(unknown) or difflib.get_close_matches(unknown, names, 1)
-        ]
+        similar = [FORMER[unknown]] if unknown in FORMER else difflib.get_close_matches(unknown, names, 1)
+        near = [f"; did you mean {name}?" for name in similar]
         raise UserError(f"{message.removeprefix('argument ')}{''.join(near)} (--help lists all options)")
 
 

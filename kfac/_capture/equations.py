@@ -62,8 +62,8 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return a program with `mul` for a `dot_general` that scales an array, or None for any other `dot_general`.
 
-    For example, `jnp.einsum("nd,d->nd", x, scale)` has the batch axis `d` and no contracted axis. Without
-    this, each element of `scale` would count as a kernel with one input and one output.
+    For example, `jnp.einsum("nd,d->nd", x, scale)` has the batch axis `d` and no contracted axis. Without this,
+    each element of `scale` would count as a kernel with one input and one output.
     """
     contract, batch = parameter(eqn, "dimension_numbers")
     arrays = [array_type(var) for var in eqn.invars]

@@ -126,7 +126,7 @@ def find_layers(
     check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
-        # No layers yet, only the options.
+        # There are no layers yet, only options.
         (),
         tuple(traced.names),
         tuple(skip),
@@ -172,7 +172,7 @@ class Analysis(NamedTuple):
 
 
 # Descriptions of the leaves on which an option has an effect, for messages.
-LEFT_BY_SKIP = "parameter that skip= does not match"
+LEFT_BY_SKIP = "parameter outside skip="
 EXACT_KERNEL = "kernel of a product with exact rows"
 
 

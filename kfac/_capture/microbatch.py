@@ -173,7 +173,7 @@ def thin_batch(
     one_in: int,
     multiple: int = 1,
 ) -> Thinned:
-    """Take one example in `one_in` of a batch, or all examples if there are too few.
+    """Keep every `one_in`-th example of a batch, or all examples if there are too few.
 
     Args:
       layers: the layers, which know the arguments with the batch.

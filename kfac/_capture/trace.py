@@ -147,8 +147,8 @@ def trace(
       args: the other positional arguments.
       kwargs: the keyword arguments.
       batch_argnums: the arguments that hold the batch: positions, with `params` as 0, or keyword names. None: the first
-        argument after `params`. If the loss cannot be traced with this argument doubled, the smallest set of arguments
-        that can be doubled together.
+        argument after `params`. If the loss cannot be traced with this argument doubled, the batch is the smallest set
+        of arguments that can be doubled together.
       shared: names of arrays in these arguments that are known to hold no examples, as in `Batch`.
     """
     names, shapes = check_params(params)

@@ -359,7 +359,7 @@ def _differentiate(
     (value, handed_sums), pull, outs = jax.vjp(
         loss_and_handed, wanted, probes, has_aux=True
     )
-    # The sums are also the cotangents here. `Draw` hands out zeros, so they add nothing. `at_weight` hands out its
+    # The sums are also the cotangents here. `Draw` hands out zeros, so its sums add nothing. `at_weight` hands out its
     # scale and ignores the cotangent.
     grads, sums = pull((jnp.ones_like(value), handed_sums))
     if fisher == "empirical":
@@ -434,7 +434,7 @@ def plain_value_and_grad(
         if device_axes():
             axes = _axes_of_arrays(leaves)
             params = as_varying(params, axes | varying_axes(params))
-            # Without a batch: only the device axes matter.
+            # No batch is needed, because only the device axes matter.
             _check_own(
                 trace(loss_fn, has_aux, params, args, kwargs, batch_argnums=()), axes
             )

@@ -37,7 +37,7 @@ def affordable(
       layers: the layers, found with a step's batch.
       preconditioner: the kind of inverse.
       overhead: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
-      one_in: statistics take one example in `one_in`.
+      one_in: statistics use every `one_in`-th example.
       price: see `work_of_layers`.
 
     Returns:
@@ -65,7 +65,7 @@ def prices_of_layers(
       layers: the layers.
       preconditioner: the kind of inverse.
       period: the interval between statistics and between refreshes, in steps.
-      one_in: statistics take one example in `one_in`.
+      one_in: statistics use every `one_in`-th example.
 
     Returns:
       The costs by layer name. Empty if the gradient's work is unknown.
@@ -100,7 +100,7 @@ def work_of_layers(
 ) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
-    Statistics take one example in `one_in`. They need a forward pass, and a backward pass to the layers' outputs. A
+    Statistics use every `one_in`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
     refresh's FLOP counts `price` times. None: `REFRESH_PRICE`, or `REFRESH_PRICE_ON_CPUS` on CPUs.
     """
     if price is None:

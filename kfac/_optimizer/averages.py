@@ -45,7 +45,7 @@ def observe_here(
     state: KfacState,
     batch: Factors | BatchStacks | None,
 ) -> KfacState:
-    """Observe on each device. Messages between devices go through `config.comm`; a single device sends none.
+    """Update the averages and inverses that this device holds.
 
     Args:
       config: the fixed settings.

@@ -232,7 +232,7 @@ class Chosen(NamedTuple):
     Attributes:
       preconditioner: the inverse of Kronecker blocks.
       period: the number of steps from one `observe` to the next, an int or an array.
-      one_in: statistics take one example in `one_in`.
+      one_in: statistics use every `one_in`-th example.
     """
 
     preconditioner: BlockPreconditioner
@@ -249,7 +249,7 @@ def chosen(
     statistics_fraction: float | None = None,
     **others: object,
 ) -> Chosen:
-    """Choose the inverse, and the interval and the examples of statistics; see `kfac` for the arguments.
+    """Choose the inverse, the interval between statistics and the examples that they use; see `kfac` for the arguments.
 
     Other options of `kfac` have no influence.
 
@@ -277,7 +277,7 @@ def statistics_one_in(
     preconditioner: BlockPreconditioner,
     fraction: float | None,
 ) -> int:
-    """Return `k`, such that statistics take one example in `k`.
+    """Return `k`, such that statistics use every `k`-th example.
 
     The default is 4 with `SOAP`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
     the number of examples is below 64 or unknown, or if the batch contains an array that all examples share.

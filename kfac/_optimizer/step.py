@@ -51,9 +51,7 @@ def preconditioned_step(
     state: KfacState,
     now: StepScalars,
 ) -> tuple[Gradients, KfacState]:
-    """Precondition the gradients and turn them into updates, on each device.
-
-    Messages between devices go through `config.comm`; a single device sends none.
+    """Precondition the gradients and turn them into updates.
 
     Args:
       exchange: the form of the gradients.

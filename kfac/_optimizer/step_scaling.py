@@ -232,7 +232,8 @@ def normalize_step(
     """Rescale each block's step to a fixed length, so that curvature and gradient only set its direction.
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
-    equally in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). A
+    equally in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). Power
+    iterations estimate this norm from below, so the real norm may be up to a fifth larger. A
     convolution applies its kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled
     like its kernel. The step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS`, over its
     nonzero elements. These lengths include the layer's multiplier. A block with a zero gradient gets a zero step,
@@ -358,9 +359,9 @@ def _radial(s: BlockSums) -> Array:
 def _squared_norms(x: Stack, steps: Array, spectral: bool) -> Array:
     """Return the squares of kernels' Frobenius and spectral norms, `[2, k]`. Without `spectral`, the latter are 0.
 
-    Pieces have the sum over their kernel's pieces, for spectral norms `sum_i sigma_i^2` with the spectral norm
-    `sigma_i` of piece `i`. The root of this sum is at least the spectral norm of the whole kernel, and at most
-    `sqrt(pieces)` times larger. So the step of a cut kernel may be too short by a factor of up to `sqrt(pieces)`.
+    Each piece gets its kernel's total over all pieces. For spectral norms, the total is `sum_i sigma_i^2`, where
+    `sigma_i` is the spectral norm of piece `i`. The root of this sum is at least the spectral norm of the
+    whole kernel, and at most `sqrt(pieces)` times larger. So the step of a cut kernel may be too short by a factor of up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
     (frobenius,) = sums([kernels * kernels])

@@ -165,7 +165,7 @@ MISTAKES = {
     ),
     "gradient of what skip leaves out": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient_factors=["bias", "out/kernel"]),
-        r"gradient_factors: 'out/kernel' matches no parameter that skip= does not match, so it has no effect",
+        r"gradient_factors: 'out/kernel' matches no parameter outside skip=, so it has no effect",
     ),
     "kl_clip beside step_norm": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass step_norm=None with"),
     "trust_ratio beside step_norm": (

@@ -195,7 +195,7 @@ class _Run:
         return None
 
     def scaled(self, eqn, params, values, tag, k, place):
-        """A `dot_general` that multiplies an array with numbers element by element, or None for any other."""
+        """Evaluate a `dot_general` that multiplies an array by a parameter element by element; None for any other."""
         contracted, batch = params["dimension_numbers"]
         if contracted[0] or len(batch[k]) < values[k].ndim:
             return None
