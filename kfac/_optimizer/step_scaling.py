@@ -361,8 +361,8 @@ def _squared_norms(x: Stack, steps: Array, spectral: bool) -> Array:
 
     Each piece gets its kernel's total over all pieces. For spectral norms, the total is `sum_i sigma_i^2`, where
     `sigma_i` is the spectral norm of piece `i`. The root of this sum is at least the spectral norm of the
-    whole kernel, and at most `sqrt(pieces)` times larger. So the step of a cut kernel may be too short by a factor of up
-    to `sqrt(pieces)`.
+    whole kernel, and at most `sqrt(pieces)` times larger. So the step of a cut kernel may be too short by a factor of
+    up to `sqrt(pieces)`.
     """
     kernels = jnp.where(x.inside, steps, 0)
     (frobenius,) = sums([kernels * kernels])
