@@ -198,18 +198,25 @@ def text(data_dir: Path, share: int, width: int = 64) -> Problem:
     )  # fmt: skip
 
 
+def vision_transformer(width: int = 96) -> nn.Module:
+    return ViT(10, width=width, depth=4, heads=4, patch=4)
+
+
 PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     "residual network, batch norm": functools.partial(
         images, models.ResNet((1, 1, 1), num_classes=10, width=16, stem="small", init_scheme="he")
     ),
     "residual network, no normalisation": functools.partial(images, Plain()),
-    "vision transformer": functools.partial(images, ViT(10, width=96, depth=4, heads=4, patch=4)),
+    "vision transformer": functools.partial(images, vision_transformer()),
     "MLP-Mixer": functools.partial(images, Mixer()),
     "character transformer": text,
     **OTHERS,
     "character transformer, width 256": functools.partial(text, width=256),
 }
-DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST needs a different --data-dir
+DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST needs a different --data-dir, and wide vision transformers take long
+PROBLEMS |= {
+    f"vision transformer, width {width}": functools.partial(images, vision_transformer(width)) for width in (192, 384)
+}
 PROBLEMS |= {name: functools.partial(images, model, name="fashion") for name, model in FASHION.items()}
 
 
