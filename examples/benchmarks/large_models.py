@@ -1,28 +1,28 @@
 """Plan and compile K-FAC for Llama-2-7B and ViT-g, models too large for a single device.
 
     python examples/benchmarks/large_models.py llama --devices 64
-    python examples/benchmarks/large_models.py llama --devices 64 --compile full
+    python examples/benchmarks/large_models.py llama --devices 64 --compile sgd step observe
 
 The script computes nothing and makes no parameters. Only shapes go through `find_layers` and `plan`, and with
 `--compile` through XLA for simulated CPUs. Parameters are sharded like in FSDP. Layers are stacked under `scan` and
 rematerialised.
 
 With `--compile`, the script prints the memory per device, for arguments (parameters, momentum, averages, inverses) and
-for temporaries. The programs are SGD's step (`sgd`), K-FAC's step (`step`), and K-FAC's step with statistics and a
-refresh (`full`). XLA keeps more temporary copies on CPUs than on GPUs.
+for temporaries. The programs are SGD's step (`sgd`), K-FAC's step (`step`), and statistics with a refresh
+(`observe`). XLA keeps more temporary copies on CPUs than on GPUs.
 """
 
 import argparse
-import dataclasses
 import os
 
 if __name__ == "__main__":
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("model", choices=["llama", "vit"])
     PARSER.add_argument("--devices", type=int, default=64)
+    PARSER.add_argument("--examples", type=int, default=4, help="examples per device; observe takes a quarter of them")
     PARSER.add_argument("--depth", type=int, help="number of layers: the whole model's")
     PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="passed to find_layers")
-    PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "full"], default=[])
+    PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "observe"], default=[])
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -85,60 +85,43 @@ def of_examples(batch, n):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
 
 
-def seeing(state, params):
-    """Return `state` with the parameters' shardings.
-
-    `init` reads shardings from arrays, but not from shapes on automatic axes.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    specs = tuple((jax.tree_util.keystr(path, simple=True, separator="/"), x.sharding.spec) for path, x in leaves)
-
-    def own(node):
-        if not isinstance(node, kfac.state.KfacState):
-            return node
-        return node._replace(settings=dataclasses.replace(node.settings, param_specs=specs))
-
-    return jax.tree.map(own, state, is_leaf=lambda node: isinstance(node, kfac.state.KfacState))
-
-
-def compiled(loss, layers, params, batch, devices, which):
-    """Compile the program `which` ("sgd", "step" or "full"); return its memory analysis."""
+def compiled(loss, shapes, batch, which):
+    """Compile the program `which` ("sgd", "step" or "observe"); return its memory analysis."""
+    devices = OPTIONS.devices
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def split(leaf):
         axis = next((k for k in reversed(range(len(leaf.shape))) if leaf.shape[k] % devices == 0), None)
         return NamedSharding(mesh, PartitionSpec(*("data" if k == axis else None for k in range(len(leaf.shape)))))
 
-    def placed(tree, sharding):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree)
-
-    tx = optax.sgd(0.1, 0.9) if which == "sgd" else kfac.kfac(0.1, layers)
-
-    def step(params, state, batch):
-        if which == "full":
-            value, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
-            state = kfac.observe(state, factors)
-        else:
-            value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+    def placed(tree, shardings):
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     with jax.set_mesh(mesh):
-        own, data = placed(params, split), placed(batch, lambda x: NamedSharding(mesh, PartitionSpec("data")))
-        state = seeing(jax.eval_shape(tx.init, own), own)
-        specs = (
-            kfac.state.state_specs(tx, own, "data")
-            if which != "sgd"
-            else jax.tree.map(lambda _: PartitionSpec(), state)
-        )
-        lying = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec), part), specs, state,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )  # fmt: skip
-        if which == "sgd":  # momentum has the parameters' sharding
-            lying = optax.tree.set(lying, trace=jax.tree.map(split, params))
-        state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, lying)
-        return jax.jit(step, donate_argnums=(0, 1)).lower(own, state, data).compile().memory_analysis()
+        params = placed(shapes, jax.tree.map(split, shapes))
+        batch = placed(batch, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec("data")), batch))
+        if which == "sgd":
+            tx = optax.sgd(0.1, 0.9)
+            state = jax.eval_shape(tx.init, params)
+            # The momentum is split like the parameters.
+            shardings = jax.tree.map(split, state)
+        else:
+            layers = kfac.find_layers(loss, params, batch, max_factor_dim=OPTIONS.max_factor_dim)
+            tx = kfac.kfac(0.1, layers)
+            state = jax.eval_shape(tx.init, params)
+            shardings = kfac.state.shardings(tx, params)
+
+        def step(params, state, batch):
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        def observe(params, state, batch):
+            return kfac.observe(state, kfac.statistics(loss, layers)(params, batch))
+
+        program, donated = (observe, 1) if which == "observe" else (step, (0, 1))
+        lowered = jax.jit(program, donate_argnums=donated).lower(params, placed(state, shardings), batch)
+        return lowered.compile().memory_analysis()
 
 
 def main():
@@ -147,7 +130,9 @@ def main():
     print(f"{OPTIONS.model}, parameters whole:")
     print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices), end="\n\n")
     for which in OPTIONS.compile:
-        found = compiled(loss, layers, params, of_examples(batch, OPTIONS.devices), OPTIONS.devices, which)
+        # Statistics see a quarter of the batch.
+        share = -(-OPTIONS.examples // 4) if which == "observe" else OPTIONS.examples
+        found = compiled(loss, params, of_examples(batch, share * OPTIONS.devices), which)
         held, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
         print(f"{which}: arguments {held / 1e9:.2f} GB, temporary {temporary / 1e9:.2f} GB", flush=True)
 
