@@ -6,9 +6,10 @@
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile
     python examples/large_batch/networks.py start                              # processor seconds to the first step
 
-All methods train for 60 steps at batch size N/10 (`--batch 10`) with the study's schedule. `--schedule average` keeps
-the rate constant after its warm-up, and scores the mean weights over the last quarter of the steps. Trials that are
-already in --results are not repeated.
+All methods train for 60 steps at batch size N/10 (`--batch 10`) with the study's schedule: the rate rises for a tenth
+of the steps and then falls to zero. `--schedule tail` scores the mean weights over the last tenth of the steps.
+`--schedule average` keeps the rate constant after its warm-up, and scores the mean weights over the last quarter of
+the steps. Trials that are already in --results are not repeated.
 
 The methods are:
 
@@ -376,7 +377,9 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     """
     falling = methods.schedule(learning_rate, steps)
     rate, tail = falling, 1  # the mean covers only the last step
-    if schedule == "average":
+    if schedule == "tail":
+        tail = max(1, steps // 10)
+    elif schedule == "average":
         rate, tail = (lambda count: falling(jnp.minimum(count, math.ceil(0.1 * steps) - 1))), max(1, steps // 4)
     step, carry, batches = prepared(problem, method, rate, seed, steps)
 
@@ -531,7 +534,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N divided by the batch size")
     parser.add_argument(
-        "--schedule", default="falling", choices=("falling", "average"), help="schedule of the rate, see above"
+        "--schedule", default="falling", choices=("falling", "tail", "average"), help="schedule of the rate, see above"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each timing")

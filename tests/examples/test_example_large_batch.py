@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,3 +133,35 @@ def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkey
     assert re.search(methods[0] + r" \d+ ms", printed("times", *args))
     stored = printed("report")
     assert re.search(r"\n  kfac-frobenius-cholesky .* 0.06: 0.4956 ", stored)
+
+
+def test_steps_to_a_target_at_several_batch_sizes(tmp_path, monkeypatch, capsys):
+    name = "vision transformer"
+    ran = []
+
+    def run(problem, method, rate, seed, steps, schedule):
+        ran.append((problem, method, rate, steps))
+        # At the best rate, 0.1 at N/10, the target of 0.4 takes 100 steps at N/10. At N/4 it is never reached.
+        right = 0.1 * (10 / problem) ** 0.5
+        return {"score": 0.3 if problem == 4 else 0.004 * steps * (1 if math.isclose(rate, right) else 0.5)}
+
+    stub = SimpleNamespace(run=run, PROBLEMS={name: lambda folder, share: share})
+    monkeypatch.setitem(sys.modules, "networks", stub)  # the tests have a module of this name, too
+    monkeypatch.delitem(sys.modules, "batch_sizes", raising=False)
+    import batch_sizes
+
+    results = tmp_path / "batch_sizes.jsonl"
+    options = ["--networks", name, "--methods", "kfac", "--shares", "4", "10", "--results", str(results)]
+    options += ["--figure", str(tmp_path / "figure.png")]
+    batch_sizes.main(["run", *options])
+    assert len(ran) == len(set(ran)) == len(results.read_text().splitlines())
+    batch_sizes.main(["run", *options])
+    assert len(ran) == len(set(ran))
+    capsys.readouterr()
+    batch_sizes.main(["report", *options])
+    printed = capsys.readouterr().out
+    assert "| N/10 | 99 (0.1) |" in printed  # interpolated over the logarithm
+    assert "| N/4 | more than 160 (" in printed
+    assert (tmp_path / "figure.png").is_file()
+    with pytest.raises(SystemExit, match="no complete search"):
+        batch_sizes.main(["report", *options, "--methods", "muon"])
