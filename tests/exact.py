@@ -36,7 +36,7 @@ def empirical_blocks(loss: Callable, layers: kfac.Layers, params: Any, batch: Se
 
 
 def diagonal_blocks(whole: Any, layers: kfac.Layers, params: Any) -> dict[str, jax.Array]:
-    """Return the block of each layer in a matrix in the order of `ravel_pytree(params)`."""
+    """Return each layer's block of a matrix whose rows and columns are in the order of `ravel_pytree(params)`."""
     leaves, start = {}, 0
     for path, leaf in zip(layers.paths, jax.tree.leaves(params), strict=True):
         leaves[path] = jnp.arange(start, start + leaf.size).reshape(leaf.shape)
@@ -65,7 +65,7 @@ def error(exact: Any, approximation: Any) -> Error:
 
 
 def dense(block: Kronecker, basis: Kronecker | None = None) -> np.ndarray:
-    """Return `kron(A, G)`, or with a `basis` the matrix of EKFAC, whose eigenvalues are the block's moments."""
+    """Return `kron(A, G)`. With a `basis`, return EKFAC's matrix, whose eigenvalues are the block's moments."""
     if basis is None:
         return np.kron(block.A, block.G)
     vectors = np.kron(basis.A, basis.G)
