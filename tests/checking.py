@@ -74,7 +74,7 @@ def check_layers(layers: kfac.Layers, params: Any) -> None:
 
 
 def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
-    """Return the `count` diagonal blocks of a matrix, the last padded with zeros. If `count` is 1, return the matrix."""
+    """Return the `count` diagonal blocks of a matrix, or the matrix if `count` is 1. The last block is zero-padded."""
     if count == 1:
         return matrix
     size = -(-len(matrix) // count)
@@ -86,7 +86,7 @@ def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
 
 
 def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
-    """Yield the row slice, column slice, `A`, `G` and padded entries for each piece of a copy's matrix `[d_out, d_in]`."""
+    """Yield the rows, columns, `A`, `G` and padded entries of each piece of a copy's matrix `[d_out, d_in]`."""
     sides = []
     for name, count in zip("AG", layer.num_blocks, strict=True):
         side = np.asarray(getattr(block, name))

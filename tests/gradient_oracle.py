@@ -121,7 +121,7 @@ class Program:
 
 
 def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """Return the program that an equation calls once, with its constants. Return None for a loop, a branch or no call."""
+    """Return the program that an equation calls once, with its constants, or None if it is a loop, a branch or no call."""
     if equation.primitive.name in {"scan", "while", "cond"}:
         return None
     for value in equation.params.values():

@@ -72,7 +72,7 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_pass
 
 
 def observing(tx):
-    """Return `tx.update` with a further argument `factors`. If it is given, the factors are observed before the step."""
+    """Return `tx.update` with a further argument `factors`. If given, the factors are observed before the step."""
 
     def update(grads, state, params=None, factors=None, **extra):
         state = state if factors is None else kfac.observe(state, factors)
@@ -186,8 +186,9 @@ def plain_kfac(learning_rate, layers, **options):
 
 
 def tied_parameters(blocks, width, words, inputs):
-    """Return float64 parameters: `blocks` dense layers of one shape, a scale, a table that is also the head, and an
-    input kernel.
+    """Return float64 parameters with `blocks` dense layers of one shape.
+
+    There are also a scale, a table that is also the head, and a kernel for the inputs.
     """
     dense = {f"dense{k}": {"w": normal(k, width, width) / 2, "b": normal(10 + k, width)} for k in range(blocks)}
     table, first = normal(21, words, width) / 2, normal(22, inputs, width) / 2
