@@ -86,7 +86,7 @@ def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
 
 
 def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
-    """Yield the rows, columns, `A`, `G` and padded entries of each piece of a copy's matrix `[d_out, d_in]`."""
+    """Yield the rows, columns, `A`, `G` and padded entries for each piece of a copy's matrix `[d_out, d_in]`."""
     sides = []
     for name, count in zip("AG", layer.num_blocks, strict=True):
         side = np.asarray(getattr(block, name))
@@ -154,7 +154,7 @@ def from_matrices(layers: Sequence[kfac.types.Layer], matrices: dict[str, jax.Ar
 
 
 def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: float) -> None:
-    """Check that each gradient matrix is the sum of `g a^T`, with rows and columns in the order of the factors.
+    """Check that each gradient matrix is the sum of `g a^T`, with rows and columns in the factors' order.
 
     Converting the matrix back must restore the layer's leaves.
     """
@@ -192,8 +192,7 @@ def check_all(
 ) -> tuple[kfac.Layers, kfac.Factors]:
     """Check every block.
 
-    The blocks of vectors are compared with `vectors` if given, and otherwise with gradients that are computed one
-    example at a time.
+    The blocks of vectors are compared with `vectors` if given, and otherwise with the oracle's per-example gradients.
     """
     layers, grads, factors = run(loss, params, batch, **options)
     if any(layer.kind in ("unitwise", "diagonal") for layer in layers):

@@ -20,7 +20,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 QUICKLY = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"].lower() in ("1", "true", "yes", "on")
 
-# Source locations of operations take time to find and to compile, and no test needs them.
+# Operations' source locations take time to find and to compile, and no test needs them.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Compilation allocates and frees much memory. These settings apply to workers and scripts, which start later. They make
 # malloc keep freed memory, and they disable fast bins, whose small pieces would be merged again and again.
@@ -42,7 +42,7 @@ if QUICKLY and importlib.metadata.version("jaxlib").startswith("0.10."):
     # jaxlib 0.10 has both, and there the older generator halves the tests' processor time. Newer versions abort at this
     # flag.
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
-    # Compile each program in one piece. With 32 pieces for as many threads, the older code generator takes twice the
+    # Compile each program as a whole. With 32 pieces for as many threads, the older code generator takes twice the
     # processor time. The newer generator takes equally long either way.
     _XLA_FLAGS["--xla_cpu_parallel_codegen_split_count"] = "1"
 os.environ["XLA_FLAGS"] = " ".join(

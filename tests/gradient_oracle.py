@@ -2,18 +2,17 @@
 
 The package follows parameters forward through a loss and taps the operations that read them. This oracle works in the
 opposite direction and shares no ideas with the package. It traces `jax.vjp`, walks back from each kernel's gradient to
-the products that form it, and evaluates the program up to their operands. One operand of each product comes from the
-forward pass: the layer's inputs `a`. The other operand depends on the cotangent: the gradients `g`. Together they give
-the factors
+the products that form it, and evaluates the program up to their operands. Each product has the layer's inputs `a` from
+the forward pass, and the gradients `g`, which depend on the cotangent. Together they give the factors
 
     A = (1/n) sum a a^T,    G = (n/s) sum g g^T,
 
 with `n` examples and `s` positions per example. The oracle need not know which example a row belongs to. It therefore
 runs on models that are too large for brute force over examples, such as a ResNet-50 or a GPT.
 
-It covers kernels that `dot_general`, `conv_general_dilated` or a lookup reads, in straight-line programs. It yields
-nothing for other leaves: kernels inside loops, kernels that are computed or sliced, tables that are also kernels, and
-kernels of grouped convolutions.
+It covers kernels that `dot_general`, `conv_general_dilated` or a lookup reads, in straight-line programs. Other leaves
+are left out: kernels inside loops, kernels that are computed or sliced, tables that are also kernels, and kernels of
+grouped convolutions.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Program:
 
 
 def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """Return the program that an equation calls once, with its constants, or None if it is a loop, a branch or no call."""
+    """Return the program that an equation calls once, with its constants. Return None for a loop, branch or other."""
     if equation.primitive.name in {"scan", "while", "cond"}:
         return None
     for value in equation.params.values():
@@ -134,7 +133,7 @@ def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 @dataclasses.dataclass
 class Product:
-    """An equation that forms a kernel's gradient, or one of several terms whose sum is the gradient.
+    """An equation that forms a kernel's gradient or a term of the gradient.
 
     Attributes:
       equation: the product.
@@ -166,7 +165,7 @@ def products_of(program: Program, gradient: Any) -> list[Product] | None:
 
 @dataclasses.dataclass
 class Rows:
-    """The rows of one use of a kernel.
+    """The rows of a kernel's use.
 
     Attributes:
       g: gradients `[rows, d_out]`.
@@ -236,9 +235,8 @@ def dense_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradient_firs
 def convolution_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradient_first: bool) -> Rows | None:
     """Return the patches and gradients of a kernel whose gradient is a convolution.
 
-    The gradient of a convolution's kernel is the convolution of the images with the output gradients, in which examples
-    take the place of channels. The stride of this convolution is the kernel's dilation, and its dilation is the
-    kernel's stride.
+    The kernel's gradient convolves the images with the output gradients, in which examples take the place of channels.
+    The stride of this convolution is the kernel's dilation, and its dilation is the kernel's stride.
     """
     params = product.equation.params
     if gradient_first or params["feature_group_count"] != 1 or params["batch_group_count"] != 1:

@@ -3,8 +3,8 @@
     python tests/hang.py --width 256 --devices 2    # one run
     python tests/hang.py --runs 20                  # 20 runs for each width and number of devices; prints a table
 
-If several matrices are inverted as one batch, XLA's threads can wait for XLA's threads. On a machine with two cores,
-the first command hung in six of six runs while several matrices were inverted together. A hung process prints nothing.
+If several matrices are inverted as a batch, XLA's threads can wait for each other. On a machine with two cores, the
+first command hung in all six runs while several matrices were inverted together. A hung process prints no result.
 
 The second command kills each process that does not finish within `--limit` seconds, and counts it as hung. The
 processes share a compilation cache, so only the first process of each cell compiles.
@@ -81,7 +81,7 @@ def grid(runs, limit):
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        # Finish one run of every cell before the next run, so that each cell is measured at several times.
+        # Run all cells before the next run of a cell, so that each cell is measured at several times.
         for run in range(1, runs + 1):
             for width, devices in hung:
                 command = [sys.executable, __file__, "--width", str(width), "--devices", str(devices)]

@@ -69,13 +69,14 @@ class Module(NamedTuple):
         return self.name.split(".")[0]
 
 
-# From Python 3.12 on, the parts of an f-string are tokens of their own. Count the whole string as one token everywhere.
+# From Python 3.12 on, the parts of an f-string are separate tokens. Count the whole string as a single token
+# everywhere.
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def count_code(source: str, tree: ast.AST) -> tuple[int, set[int]]:
-    """Return the number of code tokens, and the numbers of the lines that have one."""
+    """Return the number of code tokens, and the line numbers with code."""
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,7 +137,7 @@ def in_core(module: Module) -> bool:
 
 
 def floor(room: str) -> int:
-    """Return a room's row in ROOMS. Raise a ValueError if it has none."""
+    """Return a room's row in ROOMS. Raise a ValueError if it has no row."""
     [found] = [k for k, row in enumerate(ROOMS) if room in row] or [None]
     if found is None:
         raise ValueError(f"tests/house.py: {room} has no place in ROOMS")

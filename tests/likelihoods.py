@@ -8,7 +8,7 @@ LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
 
 def value_gradients(likelihood, z):
-    """Return pairs of a weight and a gradient `g` whose weighted sum of `g g^T` is the Fisher matrix of one row.
+    """Return weights and gradients `g` whose weighted sum of `g g^T` is the row's Fisher matrix.
 
     For categorical and Bernoulli targets, each pair is a value's probability and its gradient `E[y] - y`.
     """

@@ -1,4 +1,4 @@
-"""Count the bytes of each kind of collective in compiled training steps: SGD, K-FAC, and K-FAC with statistics.
+"""Count the bytes per kind of collective in compiled training steps: SGD, K-FAC, and K-FAC with statistics.
 
     python tests/messages.py resnet50 --devices 8
     python tests/messages.py gpt --devices 8 --style mesh
@@ -53,7 +53,7 @@ KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragg
 
 
 def messages(text, devices):
-    """Return `(kind, bytes, times, what)` for every collective in a compiled program's text.
+    """Return `(kind, bytes, times, operation)` for every collective in a compiled program's text.
 
     Args:
       text: the compiled program, as `compiled.as_text()` returns it.
@@ -101,7 +101,7 @@ def messages(text, devices):
 
 
 def device_groups(text):
-    """Return the groups of devices in which the collectives of a compiled program send.
+    """Return the device groups in which a compiled program's collectives send.
 
     XLA writes groups as a list, `{{0,1},{2,3}}`, as an array of devices, `[2,2]<=[2,2]T(1,0)`, or, since JAX 0.11, as
     axes of a mesh, `mesh['node'=2,'gpu'=2] {'gpu'}`.
@@ -156,7 +156,7 @@ def in_all_reduces(sizes):
 
 
 def independent_of_first(jaxpr, primitive):
-    """Return the share of backward FLOPs that need not wait for the first message of a kind.
+    """Return the share of backward FLOPs that need not wait for the first message with a primitive.
 
     Only matrix products and convolutions count.
 
@@ -176,7 +176,7 @@ def independent_of_first(jaxpr, primitive):
 
 
 def flops(eqn):
-    """Count the FLOPs of the matrix products and convolutions in an equation, with the iterations of its scans."""
+    """Count the FLOPs of an equation's matrix products and convolutions, including all iterations of its scans."""
     times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     total = 0
     for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):

@@ -40,7 +40,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """A convolution of images in groups of channels. Each group has `features` output features."""
+    """An image convolution in groups of channels. Each group has `features` output features."""
 
     window: tuple[int, int]
     strides: tuple[int, int]

@@ -23,7 +23,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """A convolution of images `[n, *spatial, channels]`. Each field has one entry per spatial dimension."""
+    """A convolution of images `[n, *spatial, channels]`. Each field has an entry per spatial dimension."""
 
     window: tuple[int, ...]
     strides: tuple[int, ...]
@@ -98,7 +98,7 @@ class Hook:
           name: the layer.
           a: the input `[n, ..., d_in]`, or the images `[n, *spatial, channels]` of a convolution.
           y: the output `[n, ..., *out_axes]`, with or without the bias.
-          out: the number of trailing axes of `y` that are features.
+          out: how many trailing axes of `y` are features.
           bias: whether this use adds a bias.
           conv: the geometry of a convolution.
         """
@@ -203,7 +203,7 @@ def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: boo
 
 
 def example_gradients(loss: Callable, params: Any, batch: Sequence[Any]) -> Any:
-    """Return per-example gradients of the mean loss as a tree of `[n, *shape]`, computed one example at a time."""
+    """Return the mean loss's per-example gradients as a tree of `[n, *shape]`, computed one example at a time."""
     batch = jax.tree.map(np.asarray, tuple(batch))
     n = len(jax.tree.leaves(batch)[0])
     grad = jax.jit(jax.grad(loss))

@@ -1,7 +1,7 @@
 """Define a very small network with a block of every kind, and its gradients and statistics on a few batches.
 
-Its two dense layers have blocks of equal shape, so they form one stack. This saves compilation, which takes most of
-these tests' time.
+Its two dense layers have blocks of equal shape, so they form a stack. This saves compilation, which takes most of these
+tests' time.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _measure():
 
 @functools.cache
 def measured(seed):
-    """Return the gradients and statistics of one batch at the initial parameters."""
+    """Return a batch's gradients and statistics at the initial parameters."""
     _, grads, factors = _measure()(initial(), batch(seed))
     return grads, factors
 
@@ -122,7 +122,7 @@ def state_of(opt_state):
 
 
 def motions(opt_state):
-    """Return the momenta and rates of all groups of blocks."""
+    """Return all blocks' momenta and rates, by group."""
     return {name: block.momentum_state for name, block in state_of(opt_state).blocks.items()}
 
 
@@ -132,7 +132,7 @@ def field_of(opt_state, field):
 
 
 def ages_of(opt_state):
-    """Return the steps since each block's last inversion, `[k]` by group. The number is 0 before the first inversion."""
+    """Return the steps since each block's last inversion, `[k]` by group. They are 0 before the first inversion."""
     state = state_of(opt_state)
     return {name: np.where(b.condition > 0, state.count - 1 - b.inverted, 0) for name, b in state.blocks.items()}
 
@@ -186,7 +186,7 @@ def plain_kfac(learning_rate, layers, **options):
 
 
 def tied_parameters(blocks, width, words, inputs):
-    """Return float64 parameters with `blocks` dense layers of one shape.
+    """Return float64 parameters with `blocks` dense layers of equal shape.
 
     There are also a scale, a table that is also the head, and a kernel for the inputs.
     """

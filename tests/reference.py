@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-# The kind and the leaves of each block of `network`.
+# Each block's kind and leaves in `network`.
 BLOCKS = {
     "conv": ("kronecker", ("conv/kernel",)),
     "norm": ("unitwise", ("norm/scale", "norm/shift")),

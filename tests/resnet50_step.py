@@ -23,7 +23,7 @@ from messages import by_kind
 from messages import messages as messages_of
 
 AXIS = "devices"
-# The width and the number of blocks of each stage. The optimizer's state depends only on the shapes of the parameters.
+# Each stage's width and number of blocks. The optimizer's state depends only on the parameters' shapes.
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 
@@ -76,7 +76,7 @@ def main():
 
     def statistics(params, images):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images)
-        # Average the gradients in one message, because the text of every collective lists all devices.
+        # Average the gradients in a single message, because the text of every collective lists all devices.
         flat, unravel = ravel_pytree(grads)
         return unravel(lax.pmean(flat, AXIS)), factors
 

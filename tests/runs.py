@@ -69,7 +69,8 @@ def train(*args, **options):
 def here(*args):
     """Run `train.py` in this process on one device and return its output.
 
-    This is some seconds faster than a new process. Do not use this function for a run that ends with an error, because the run's folder would stay locked.
+    This is some seconds faster than a new process. Do not use this function for a run that ends with an error, because
+    the run's folder would stay locked.
     """
     sys.path.insert(0, str(IMAGENET))
     try:

@@ -8,7 +8,7 @@ Network, data, optimizer, validation and checkpoints come from `examples/imagene
 stops at a non-finite number, but this loop continues. Faults are arguments of the compiled step, so that both runs use
 the same program.
 
-The training runs in a process of its own, which two of the faults kill. The script restarts the process until the
+The training runs in a separate process, which two of the faults kill. The script restarts the process until the
 training is complete. An interrupted run resumes from its last checkpoint. The script ends with a table. It exits with
 code 1 unless the accuracies are within one percentage point and nothing was lost.
 """

@@ -1,4 +1,4 @@
-"""Compare the factors of lookup tables with the factors of products with one-hot inputs, by brute force."""
+"""Compare lookup tables' factors with brute force for products with one-hot inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens(*shape, seed=0):
 
 
 def one_hot(ids):
-    """Return one-hot rows. Indices out of range give rows of zeros."""
+    """Return one-hot rows. Indices out of range give zeros."""
     return (jnp.asarray(ids)[..., None] == jnp.arange(V)).astype(float)
 
 
@@ -94,7 +94,7 @@ def cast(table, ids):
 
 
 def in_halves(table, ids):
-    """Look up each half of the positions in a use of its own. Uses count as positions."""
+    """Look up each half in a separate use. Uses count as positions."""
     half = ids.shape[-1] // 2
     return jnp.concatenate([table[ids[..., :half]], table[ids[..., half:]]], axis=-2)
 
@@ -174,7 +174,7 @@ def test_a_table_stored_in_another_form(x64):
 
 
 def test_rows_of_several_axes_may_be_kernels(x64):
-    """Check a table of kernels, from which each example's class chooses. A factor of a whole kernel would be too large."""
+    """Check a table of kernels that are chosen by class. A factor with all entries of a kernel would be too large."""
     params, batch = {"table": normal(1, V, D, D)}, (tokens(), normal(2, N, D))
     layers = kfac.find_layers(lambda p, i, x: jnp.mean(jnp.einsum("nd,ndk->nk", x, p["table"][i]) ** 2), params, *batch)
     assert kinds(layers) == {"table": "gradient-factors"}
@@ -212,7 +212,7 @@ def test_a_vector_of_scalars_per_row(x64):
 
 
 def test_two_tables_whose_rows_are_multiplied(x64):
-    """Check a matrix factorisation. The product of two rows is a product of activations."""
+    """Check a matrix factorisation. The product of two rows multiplies activations."""
 
     def loss(p, i, j, t):
         return mean_loss(jnp.einsum("nd,nd->n", p["u"][i], p["v"][j])[:, None], t)
@@ -462,7 +462,7 @@ def loss_of_words(params, batch):
     ],
 )
 def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
-    """Check that three devices, each with some pieces of the table, give the results of one device.
+    """Check that three devices, each with some pieces of the table, match a single device.
 
     The optimizer has momentum, layer rates and normalised step lengths.
     """
@@ -514,7 +514,7 @@ def test_the_plan_counts_a_diagonal_as_one():
     table = V + D * D
     assert plan.flops["refresh"] == kfac.Cholesky().flops * (2 * (V + D**3) + 2**3 + D**3)
     momentum = 4 * sum(layer.num_params for layer in layers)
-    # Each of the three blocks has a weight, a condition and the step of its last inversion.
+    # Each of the three blocks has a weight, a condition and its last inversion's step.
     assert plan.memory["state"] == 8 * (2 * table + D * D + 4) + momentum + 3 * 12
     row = next(line for line in repr(layers).splitlines() if line.startswith("table"))
     assert f"{V} (diagonal)" in row and "counts" in row

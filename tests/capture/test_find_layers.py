@@ -375,7 +375,7 @@ def test_a_vector_that_divides(x64):
 
 
 def test_a_gate_read_in_two_ways_has_the_gradients_own_factors(x64):
-    """Check a gate with two reads. Only one of them has known per-example gradients, so the sum has none."""
+    """Check a gate with two reads. Only the first has known per-example gradients, so the sum does not."""
     model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) / (1 + p["g"] ** 2), g=(C,))
     check_blocks(model, params, inputs(T, 5), g="gradient-factors")
 
@@ -471,7 +471,7 @@ def test_a_weight_penalty_leaves_factors_alone_but_not_gradients(x64, penalty):
 
 
 def test_a_stopped_gradient_is_no_use(x64):
-    """Check a momentum encoder. Its second product reads the kernel, but no gradient comes back through this product."""
+    """Check a momentum encoder. Its second product reads the kernel, but no gradient comes back through it."""
 
     def model(hook, p, x, t):
         y = hook.layer("w", x, x @ p["w"])
@@ -662,7 +662,7 @@ def test_a_kernel_plus_an_array_that_is_not_computed_from_it_is_exact(x64, updat
 
 
 def test_lora_is_exact_unless_the_product_is_formed_first(x64):
-    """Check that `base` keeps exact rows in the sum `base + a @ b`, but `a` and `b` have none."""
+    """Check that `base` keeps exact rows in the sum `base + a @ b`, but `a` and `b` do not."""
 
     def formed_first(hook, p, x, t):
         return mean_loss(hook.layer("base", x, x @ (p["base"] + p["a"] @ p["b"])), t)

@@ -30,7 +30,7 @@ def mean_loss(y, t):
 
 
 def randomised(params):
-    """Draw every leaf anew, so that errors cannot hide behind a scale of one or a bias of zero."""
+    """Draw every leaf anew, so that errors cannot hide behind a scale of 1 or a zero bias."""
     flat, tree = jax.tree.flatten(params)
     dtype = jnp.result_type(float)
     return jax.tree.unflatten(tree, [normal(30 + k, *leaf.shape, dtype=dtype) / 2 for k, leaf in enumerate(flat)])
@@ -373,7 +373,7 @@ def nnx_attention(p, x, t):
 @pytest.mark.parametrize("loss", [einsum_attention, vmapped_attention, linen_attention, nnx_attention])
 def test_attention(x64, loss):
     params, batch = drawn(ATTENTION), (normal(1, N, T, D), normal(2, N, 60))
-    # nnx computes a part of its attention in float32 for inputs of any dtype, which changes the loss by 1e-6.
+    # nnx computes a part of its attention in float32 for any input dtype, which changes the loss by 1e-6.
     tolerance = 1e-5 if loss is nnx_attention else 1e-9
     layers, _ = check_all(loss, params, batch, truth(attention, params, batch), rounding=1e-10, tolerance=tolerance)
     assert kinds(layers) == dict.fromkeys(("key", "out", "query", "value"), "dense")
@@ -382,7 +382,7 @@ def test_attention(x64, loss):
 
 @pytest.mark.parametrize("spelling", ["einsum", "vmap", "scan"])
 def test_a_mixture_of_experts_has_a_block_for_each_expert(x64, spelling):
-    """Check kernels with an axis of experts that inputs and outputs share. A router weights the inputs of each expert."""
+    """Check kernels with an expert axis that inputs and outputs share. A router weights each expert's inputs."""
     experts = 3
 
     def network(p, x, t, apply):

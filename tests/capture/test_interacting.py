@@ -39,7 +39,7 @@ def network(p, x):
 
 
 def contrastive(p, b):
-    """Return a contrastive loss: a softmax over the batch compares each example with all others."""
+    """Return a contrastive loss, in which a softmax over the batch compares each example with all others."""
     y = network(p, b["x"][:, 0])
     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(y @ network(p, b["x"][:, 1]).T)))
 

@@ -1,4 +1,4 @@
-"""Check that taps leave the shardings of a `jit` and the memory of a `checkpoint` inside the loss unchanged."""
+"""Check that taps keep a `jit`'s shardings and a `checkpoint`'s memory savings inside the loss."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Check that the axis of examples is known, even if another axis has the same length."""
+"""Check that the example axis is known, even if another axis has the same length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mean_square(y):
 
 
 def energies_and_forces(t):
-    """Return a model of the total energy of `t` atoms and of the forces on them."""
+    """Return a model of `t` atoms' total energy and forces."""
 
     def loss(p, b):
         def energy(x):
@@ -105,7 +105,7 @@ def constants_over_heads(t):
 
 
 def batch_ensemble(t):
-    """Return a model of `t` members that share a kernel. Each member has its own vectors before and after the kernel."""
+    """Return a model of `t` members that share a kernel. Each has its own vectors before and after the kernel."""
 
     def loss(p, b):
         x = b["x"][:, None] * p["r"]
@@ -162,7 +162,7 @@ def in_chunks(t):
 
 
 def rows_of_all(t):
-    """Return a model with positions and examples on one axis."""
+    """Return a model with positions and examples on the same axis."""
 
     def loss(p, b):
         h = jnp.tanh((b["x"].reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
@@ -172,7 +172,7 @@ def rows_of_all(t):
 
 
 def other_rows_of_all(t):
-    """Return a model with positions and examples on one axis, where examples vary faster."""
+    """Return a model with positions and examples on the same axis, where examples vary faster."""
 
     def loss(p, b):
         h = jnp.tanh((b["x"].swapaxes(0, 1).reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
@@ -213,7 +213,7 @@ def test_examples_in_chunks_are_those_of_the_batch(length):
 @pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
 @pytest.mark.parametrize("length", [LENGTHS[-1], *LENGTHS[:-1]])
 def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
-    """Check that statistics of every second example are the statistics of these examples alone. Also check moments."""
+    """Check that thinned statistics match the statistics of every second example alone. Also check moments."""
     loss, params, batch = model(length)
     layers = kfac.find_layers(loss, params, batch)
     assert all(layer.supports_ekfac for layer in layers if layer.kind == "dense")
@@ -410,7 +410,7 @@ def test_of_two_lengths_none_is_assumed():
 
 
 def test_running_averages_before_the_batch_are_not_tried_one_by_one():
-    """Check that averages before the batch are not tried one by one.
+    """Check that averages before the batch are not tried separately.
 
     Each trial traces the loss, and a residual network has a hundred averages.
     """

@@ -207,7 +207,7 @@ def dense(kind, a, g, v, damping):
 @pytest.mark.slow
 @pytest.mark.parametrize(("preconditioner", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 3), (kfac.EKFAC(), 8192)])
 def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, rows, monkeypatch):
-    """Check each piece of a kernel against a dense solve with its own block of `A`, block of `G` and `pi`.
+    """Check each piece of a kernel against a dense solve with the piece's own blocks and `pi`.
 
     A piece has at most `rows` rows along a diagonal factor.
     """
@@ -298,7 +298,7 @@ def test_a_table_that_is_the_head_too(x64, monkeypatch):
 def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
     """Check that a kernel that is cut moves at most as far as the whole kernel.
 
-    It must also move at least this distance divided by the root of the number of its pieces.
+    It must also move at least this distance divided by the square root of the piece count.
     """
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_factor_dim=4)

@@ -93,7 +93,7 @@ def test_batch_arguments_counted_from_the_end(x64):
 
 
 def test_low_precision_results_are_averaged_in_float32():
-    """Check the average of one gradient of 256 and many gradients of 1, which a sum in bfloat16 would lose."""
+    """Check an average with gradients 256 and 1, because a sum in bfloat16 would lose every 1."""
     params = {"w": jnp.zeros((2, 1), jnp.bfloat16)}
 
     def linear(p, x):

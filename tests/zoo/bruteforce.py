@@ -11,8 +11,8 @@ the same way. Where numbered elements meet other arrays, a zero is added:
   this zero is the gradient for each place that uses an element. An array that does not depend on the batch may be added
   to the elements before, unless the addition repeats them.
 
-In the end, the serial numbers show which row of `a` and of `g` belongs to which row and column of a layer's matrix. A
-meeting is dead if its gradient is zero in all iterations.
+In the end, the serial numbers map the rows of `a` and `g` to the rows and columns of a layer's matrix. A meeting is
+dead if its gradient is zero in all iterations.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _empty():
 
 
 def _bind(eqn, values):
-    """Evaluate one equation."""
+    """Evaluate an equation."""
     inputs, order = [], []
     for var, value in zip(eqn.invars, values, strict=True):
         if not hasattr(var, "val") and var not in order:
@@ -396,7 +396,7 @@ def _taken(g: np.ndarray, biases: list[np.ndarray]) -> bool:
 
 
 def _uses(products, own):
-    """Yield the products of one kernel alone, without arrays that are joined to it. A repeated column is another use."""
+    """Yield the products of a kernel without arrays that are joined to it. A repeated column is another use."""
     for serial, a, grads in products:
         mine = np.isin(serial, own)
         if a is None or not mine.any():
@@ -471,7 +471,7 @@ def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
 
 
 def truths(loss: Callable, params: Any, batches: list[Any], n: int) -> list[Truth]:
-    """Return the statistics of several batches of one shape, which share one compiled program."""
+    """Return the statistics of several equally shaped batches, which share a compiled program."""
     flat, treedef = jax.tree.flatten(params)
     closed = jax.make_jaxpr(loss)(params, batches[0])
     shapes = jax.tree.leaves(batches[0])

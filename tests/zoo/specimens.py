@@ -79,7 +79,7 @@ def randomised(shapes: Any, seed: int = 0) -> Any:
 
 
 def tree(seed: int = 0, **shapes: Any) -> dict[str, Any]:
-    """Draw the parameters of a model without a framework, from nested dictionaries of shapes."""
+    """Draw a model's parameters without a framework, from nested dictionaries of shapes."""
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
     return randomised(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=is_shape), seed)
 
