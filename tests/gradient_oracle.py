@@ -120,7 +120,7 @@ class Program:
 
 
 def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """Return the program that an equation calls once, with its constants. Return None for a loop, branch or other."""
+    """Return the program that an equation calls once, with its constants. Return None for loops and branches."""
     if equation.primitive.name in {"scan", "while", "cond"}:
         return None
     for value in equation.params.values():

@@ -11,8 +11,8 @@ A device's bytes are its input to all-reduces, reduce-scatters and all-to-alls, 
 counts all-reduces in full and other kinds by half, because a ring implements an all-reduce as a reduce-scatter and an
 all-gather.
 
-The script uses the private module `_optimizer.sharded_step`. Its parameters are only shapes, so `init` cannot see their
-shardings.
+The script uses the private module `_optimizer.sharded_step`. The model's parameters are only shapes here, so `init`
+cannot see their shardings.
 """
 
 import argparse

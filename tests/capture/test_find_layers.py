@@ -636,7 +636,7 @@ def test_strict_names_all_leaves_at_once():
 
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_kernel_plus_an_array_that_is_not_computed_from_it_is_exact(x64, updated):
-    """Check kernels that change by another array, such as a step of gradient descent inside the loss.
+    """Check kernels to which another array is added, such as a step of gradient descent inside the loss.
 
     If the step depends on the kernel, the loss reads the kernel twice: for the step, and after it.
     """

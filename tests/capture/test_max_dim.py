@@ -80,7 +80,7 @@ def test_blocks_are_those_of_the_whole_factor(x64, max_factor_dim):
 
 
 def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
-    """Check that dense kernels are cut from 256 rows on, and that each piece has exact statistics.
+    """Check that oblong dense kernels are cut from 256 rows on, and that each piece has exact statistics.
 
     A kernel stays whole if its shorter side is a head with few outputs.
     """

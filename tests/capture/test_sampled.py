@@ -1,4 +1,4 @@
-"""Compare the mean over many draws with `fisher="sampled"` with the exact Fisher factors in closed form."""
+"""Compare the mean of many `fisher="sampled"` draws with the exact Fisher factors in closed form."""
 
 from __future__ import annotations
 

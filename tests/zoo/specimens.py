@@ -236,7 +236,7 @@ def compare(
     assert relative_error(value, expected.value) <= tolerance
     size = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(expected.grads))
 
-    def agree(found, true):  # a gradient may be zero up to rounding, such as a key bias's
+    def agree(found, true):  # a gradient may be zero up to rounding, as for a key's bias
         return np.max(np.abs(found - true)) <= tolerance * max(np.max(np.abs(true)), 1e-2 * size)
 
     for path, got, true in zip(layers.paths, jax.tree.leaves(grads), jax.tree.leaves(expected.grads), strict=True):
