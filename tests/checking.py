@@ -1,4 +1,4 @@
-"""Runs `find_layers` and `value_and_grad` on a loss and compares everything they return with the brute-force oracle."""
+"""Run `find_layers` and `value_and_grad` on a loss and compare all their results with the brute-force oracle."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kfac.types import Kronecker
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
-# Optimised code takes longer to compile than these programs to run.
+# Compiling optimised code takes longer than running these programs.
 FAST = {"xla_backend_optimization_level": 0}
 ROUNDING = 1e-12
 
 
 def slow(*values: Any, **names: Any) -> Any:
-    """A set of parameters of a test that is left to `pytest -m slow`: another set shows the same."""
+    """Return a parameter set that runs only with `pytest -m slow`, because another set checks the same property."""
     return pytest.param(*values, marks=pytest.mark.slow, **names)
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float64) -> jax.Array:
-    # NumPy's: jax.random compiles for each shape, which takes longer than many a test.
+    # Use NumPy, because jax.random compiles for each shape, which takes longer than many of the tests.
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
@@ -42,13 +42,14 @@ def run(
     kfac_reduce=(),
     **options,
 ):
-    """Layers, gradients and factors; gradients and value are those of `jax.value_and_grad`."""
+    """Return a loss's layers, gradients and factors. Check its value and gradients against `jax.value_and_grad`."""
     layers = kfac.find_layers(loss, params, *batch, skip=skip, max_factor_dim=max_factor_dim, kfac_reduce=kfac_reduce)
     value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     assert relative_error(value, np.asarray(expected_value, np.float64)) <= rounding
-    # Of a gradient that is zero, as a key's bias has in attention, there is nothing but the rounding of the others.
+    # The gradient of a key's bias in attention is zero, so only rounding errors remain. Compare such a leaf with the
+    # scale of the largest gradient.
     largest = max(np.abs(np.asarray(leaf, np.float64)).max(initial=0) for leaf in jax.tree.leaves(expected_grads))
     for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert found.dtype == expected.dtype
@@ -66,14 +67,14 @@ def run(
 
 
 def check_layers(layers: kfac.Layers, params: Any) -> None:
-    """Every leaf in exactly one block, and exactly once in the table."""
+    """Check that every parameter belongs to exactly one layer."""
     paths = [path for layer in layers for path in layer.params]
     assert sorted(paths) == sorted(layers.paths)
     assert len(set(paths)) == len(jax.tree.leaves(params))
 
 
 def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
-    """`count` blocks of neighbouring rows of a matrix, the last filled up with zeros; the matrix itself if one."""
+    """Return the `count` diagonal blocks of a matrix, or the matrix if `count` is 1. The last block is zero-padded."""
     if count == 1:
         return matrix
     size = -(-len(matrix) // count)
@@ -85,7 +86,7 @@ def blocks_on_the_diagonal(matrix: np.ndarray, count: int) -> np.ndarray:
 
 
 def pieces(layer: kfac.types.Layer, block: Any, copy: int, matrix: np.ndarray):
-    """Of each piece of one copy's matrix `[d_out, d_in]`: its rows and columns, `A`, `G`, and itself, filled up."""
+    """Yield the rows, columns, `A`, `G` and padded entries for each piece of a copy's matrix `[d_out, d_in]`."""
     sides = []
     for name, count in zip("AG", layer.num_blocks, strict=True):
         side = np.asarray(getattr(block, name))
@@ -113,12 +114,12 @@ def kronecker(layers: kfac.Layers) -> list[kfac.types.Layer]:
 
 
 def copies(layer: kfac.types.Layer) -> list[str]:
-    """The oracle's names of the copies of a layer."""
+    """Return the oracle's names for the copies of a layer."""
     return [f"{layer.name}[{k}]" for k in range(layer.copies)] if layer.stacked else [layer.name]
 
 
 def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, tolerance: float = FLOAT64) -> None:
-    """Every layer with a Kronecker block is one that the oracle saw, and the factors agree.
+    """Check all Kronecker factors, and check that the oracle has seen exactly these layers.
 
     Layer `name` with stacked copies is compared with the oracle's layers `name[0]`, `name[1]`, ...
     """
@@ -131,7 +132,7 @@ def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, to
                 found = getattr(block, factor)
                 found = np.asarray(found[k] if layer.stacked else found)
                 if layer.kind == "embedding" and factor == "A":
-                    found = np.diag(found)  # one-hot inputs have no other moments
+                    found = np.diag(found)  # `a a^T` is diagonal for one-hot inputs
                 error = relative_error(found, expected)
                 assert error <= tolerance, f"{factor} of {name}: {error}"
         assert layer.positions == sum(use.a.shape[1] for use in truth.uses[copies(layer)[0]])
@@ -139,11 +140,11 @@ def check_kronecker(layers: kfac.Layers, factors: kfac.Factors, truth: Truth, to
 
 
 def matrices_of(layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    """Leaves by path as the matrices of layers, by name."""
+    """Return each layer's leaves as a matrix, by layer name. The leaves are given by path."""
     return {layer.name: layer.to_matrix([leaves[path] for path in layer.params]) for layer in layers}
 
 
-# In one program, since operations compile one by one.
+# Compile all conversions as one program. Otherwise JAX would compile each operation separately.
 as_matrices = jax.jit(matrices_of, static_argnums=0, compiler_options=FAST)
 
 
@@ -153,7 +154,10 @@ def from_matrices(layers: Sequence[kfac.types.Layer], matrices: dict[str, jax.Ar
 
 
 def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: float) -> None:
-    """A layer's gradient as a matrix is the sum of `g a^T`: its rows and columns are in the order of the factors."""
+    """Check that each gradient matrix is the sum of `g a^T`, with rows and columns in the factors' order.
+
+    Converting the matrix back must restore the layer's leaves.
+    """
     by_path = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
     own = tuple(kronecker(layers))
     matrices = as_matrices(own, by_path)
@@ -168,7 +172,7 @@ def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: flo
 def check_vectors(
     layers: kfac.Layers, factors: kfac.Factors, gradients: dict[str, np.ndarray], tolerance: float = FLOAT64
 ) -> None:
-    """Unit-wise and exact diagonal blocks, from per-example gradients by leaf path."""
+    """Check unit-wise and diagonal blocks against per-example gradients, which are given by leaf path."""
     for layer in layers:
         if layer.kind in ("unitwise", "diagonal"):
             expected = second_moment([gradients[path] for path in layer.params])
@@ -186,7 +190,10 @@ def check_all(
     tolerance: float = FLOAT64,
     **options: Any,
 ) -> tuple[kfac.Layers, kfac.Factors]:
-    """Compares every block; per-example gradients of vectors by default one example at a time."""
+    """Check every block.
+
+    The blocks of vectors are compared with `vectors` if given, and otherwise with the oracle's per-example gradients.
+    """
     layers, grads, factors = run(loss, params, batch, **options)
     if any(layer.kind in ("unitwise", "diagonal") for layer in layers):
         gradients = vectors or dict(
@@ -198,11 +205,11 @@ def check_all(
     return layers, factors
 
 
-# -- moments of EKFAC -------------------------------------------------------------------------------------------------
+# -- EKFAC's moments --------------------------------------------------------------------------------------------------
 
 
 def rotations(layers, dtype=np.float64):
-    """Any orthogonal matrices do for a basis."""
+    """Return random orthogonal matrices as a basis. The moments are defined for any orthogonal basis."""
     rng = np.random.default_rng(0)
 
     def rotation(shape):
@@ -216,7 +223,7 @@ def rotations(layers, dtype=np.float64):
 
 
 def expected_moments(layers, gradients, basis):
-    """`n sum_i (Q_G^T g_i Q_A)^2` of the shares `g_i` of examples in the gradient, in loops."""
+    """Return `n sum_i (Q_G^T g_i Q_A)^2` by explicit loops, where `g_i` is example `i`'s share of the gradient."""
     leaves = dict(zip(layers.paths, jax.tree.leaves(gradients), strict=True))
     corrected = tuple(layer for layer in layers if layer.supports_ekfac)
     examples = jax.vmap(functools.partial(as_matrices, corrected))(leaves)

@@ -1,7 +1,7 @@
-"""Exact Fisher blocks of small models, dense forms of factors, and errors of approximate blocks.
+"""Exact Fisher blocks for small models, dense forms of factors, and the errors that approximate blocks have.
 
 A block indexes the entries of a layer's matrix `[d_out, d_in]` in the order of `kron(A, G)`: entry `(i_out, i_in)` has
-index `i_in * d_out + i_out`. Blocks of stacked layers have a leading axis of copies.
+index `i_in * d_out + i_out`. Stacked layers' blocks have a leading axis of copies.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def fisher_blocks(loss_fn: Callable, layers: kfac.Layers, **options: Any) -> Cal
 
 
 def empirical_blocks(loss: Callable, layers: kfac.Layers, params: Any, batch: Sequence[Any]) -> dict[str, jax.Array]:
-    """Return the blocks of `n sum_i g_i g_i^T` with the per-example gradients `g_i` of the mean loss."""
+    """Return the blocks of `n sum_i g_i g_i^T` with the mean loss's per-example gradients `g_i`."""
     gradients = jax.tree.leaves(example_gradients(loss, params, batch))
     rows = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in gradients], axis=1)
     return diagonal_blocks(len(rows) * rows.T @ rows, layers, params)
 
 
 def diagonal_blocks(whole: Any, layers: kfac.Layers, params: Any) -> dict[str, jax.Array]:
-    """Return the block of each layer in a matrix in the order of `ravel_pytree(params)`."""
+    """Return each layer's block of a matrix whose rows and columns are in the order of `ravel_pytree(params)`."""
     leaves, start = {}, 0
     for path, leaf in zip(layers.paths, jax.tree.leaves(params), strict=True):
         leaves[path] = jnp.arange(start, start + leaf.size).reshape(leaf.shape)
@@ -65,7 +65,7 @@ def error(exact: Any, approximation: Any) -> Error:
 
 
 def dense(block: Kronecker, basis: Kronecker | None = None) -> np.ndarray:
-    """Return `kron(A, G)`, or with a `basis` the matrix of EKFAC, whose eigenvalues are the block's moments."""
+    """Return `kron(A, G)`. With a `basis`, return EKFAC's matrix, whose eigenvalues are the block's moments."""
     if basis is None:
         return np.kron(block.A, block.G)
     vectors = np.kron(basis.A, basis.G)

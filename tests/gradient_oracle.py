@@ -1,19 +1,18 @@
-"""Kronecker factors from the program of the gradient, at any size.
+"""Compute Kronecker factors from the gradient's program, for models of any size.
 
-The package follows parameters forward through a loss and taps the operations that read them. This oracle goes the
-other way, and shares no idea with the package. It takes the program of `jax.vjp`, walks back from each gradient of a
-kernel to the products that form it, and evaluates the program up to their operands. Each product has an operand from
-the forward pass, the layer's inputs `a`, and an operand that depends on the cotangent, the gradients `g`. They suffice
-for
+The package follows parameters forward through a loss and taps the operations that read them. This oracle works in the
+opposite direction and shares no ideas with the package. It traces `jax.vjp`, walks back from each kernel's gradient to
+the products that form it, and evaluates the program up to their operands. Each product has the layer's inputs `a` from
+the forward pass, and the gradients `g`, which depend on the cotangent. Together they give the factors
 
     A = (1/n) sum a a^T,    G = (n/s) sum g g^T,
 
-with `n` examples and `s` positions per example. So the examples need not be told apart, and the oracle runs where brute
-force over examples cannot: a ResNet-50, or a GPT.
+with `n` examples and `s` positions per example. The oracle need not know which example a row belongs to. It therefore
+runs on models that are too large for brute force over examples, such as a ResNet-50 or a GPT.
 
-It covers kernels that `dot_general`, `conv_general_dilated` or a lookup reads, in straight-line programs. It returns
-nothing for other leaves: kernels inside of loops, kernels that are computed or cut, tables that are also kernels, and
-kernels of grouped convolutions.
+It covers kernels that `dot_general`, `conv_general_dilated` or a lookup reads, in straight-line programs. Other leaves
+are left out: kernels inside loops, kernels that are computed or sliced, tables that are also kernels, and kernels of
+grouped convolutions.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-# Operations that only change the layout or the type of a gradient.
+# Operations that only change a gradient's layout or type.
 LAYOUT = {"transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"}
 
 
 @dataclasses.dataclass
 class Equation:
-    """An equation of a program without calls. An operand is a name, or an array if it is a constant."""
+    """An equation of a program without calls. Each operand is a name, or an array if it is a constant."""
 
     original: Any
     within: Jaxpr
@@ -59,7 +58,7 @@ class Equation:
 
 
 class Program:
-    """A program in which all calls are written out."""
+    """A program in which all calls are inlined."""
 
     def __init__(self, closed: ClosedJaxpr):
         self.equations: list[Equation] = []
@@ -91,7 +90,7 @@ class Program:
         return [name_of(variable) for variable in jaxpr.outvars]
 
     def dependent(self, start: int) -> set[int]:
-        """Return the names that depend on a name."""
+        """Return all names that depend on the name `start`."""
         found = {start}
         for equation in self.equations:
             if any(isinstance(name, int) and name in found for name in equation.operands):
@@ -99,7 +98,7 @@ class Program:
         return found
 
     def evaluate(self, values: Sequence[Any], wanted: set[int]) -> dict[int, jax.Array]:
-        """Return the values of the wanted names. Other values are freed after their last use."""
+        """Return the values of the wanted names. Free other values after their last use."""
         last_use: dict[int, int] = {}
         needed = set(wanted)
         for number, equation in reversed(list(enumerate(self.equations))):
@@ -121,7 +120,7 @@ class Program:
 
 
 def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """Return the program that an equation calls once, with its constants. None if it is a loop, a branch or no call."""
+    """Return the program that an equation calls once, with its constants. Return None for loops and branches."""
     if equation.primitive.name in {"scan", "while", "cond"}:
         return None
     for value in equation.params.values():
@@ -134,7 +133,7 @@ def called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 @dataclasses.dataclass
 class Product:
-    """An equation that forms a kernel's gradient, or a part of a sum that is the gradient.
+    """An equation that forms a kernel's gradient or a term of the gradient.
 
     Attributes:
       equation: the product.
@@ -146,7 +145,7 @@ class Product:
 
 
 def products_of(program: Program, gradient: Any) -> list[Product] | None:
-    """Return the products whose sum is a gradient. None if the gradient is formed in another way."""
+    """Return the products whose sum is a gradient, or None if the gradient is formed in another way."""
     found: list[Product] = []
 
     def walk(name: Any, layout: list[Equation]) -> bool:
@@ -166,7 +165,7 @@ def products_of(program: Program, gradient: Any) -> list[Product] | None:
 
 @dataclasses.dataclass
 class Rows:
-    """The rows of one use of a kernel.
+    """The rows of a kernel's use.
 
     Attributes:
       g: gradients `[rows, d_out]`.
@@ -200,7 +199,7 @@ def order_of(numbers: np.ndarray) -> np.ndarray:
 def kernel_order(
     sizes: Sequence[int], sides: Sequence[str], layout: Sequence[Equation]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of a kernel's inputs and of its outputs in memory, among the product's own.
+    """Return a kernel's input order and output order in memory, as indices into the product's own order.
 
     Args:
       sizes: the product's shape.
@@ -234,10 +233,10 @@ def dense_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradient_firs
 
 
 def convolution_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradient_first: bool) -> Rows | None:
-    """Return patches and gradients of a kernel whose gradient is a convolution of both.
+    """Return the patches and gradients of a kernel whose gradient is a convolution.
 
-    The gradient of a convolution's kernel is the convolution of its images with its outputs' gradients, in which
-    examples take the place of channels. What is the stride here is the kernel's dilation there, and the reverse.
+    The kernel's gradient convolves the images with the output gradients, in which examples take the place of channels.
+    The stride of this convolution is the kernel's dilation, and its dilation is the kernel's stride.
     """
     params = product.equation.params
     if gradient_first or params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
@@ -266,7 +265,7 @@ def convolution_rows(product: Product, lhs: np.ndarray, rhs: np.ndarray, gradien
     for position, axis in enumerate(numbers.out_spec):
         sides[axis] = "g" if position == 1 else "a"
     inputs, order = kernel_order(sizes, sides, product.layout)
-    # `kernel_order` counts the inputs in the order of the product's axes, and the patches have channels first.
+    # `kernel_order` counts the inputs in the order of the product's axes, but the patches have channels first.
     axes = [axis for axis in range(len(sizes)) if sides[axis] == "a"]
     channels_first = [numbers.out_spec[0], *numbers.out_spec[2:]]
     count = np.arange(a.shape[1]).reshape([sizes[axis] for axis in channels_first])
@@ -346,7 +345,7 @@ def factors(
 
 
 def combined(uses: Sequence[Rows | None], shape: Sequence[int], n: int, with_bias: bool) -> Kernel | None:
-    """Sum the uses of a kernel. None if a use is not covered, or if lookups and products share the kernel."""
+    """Sum the uses of a kernel. Return None if a use is not covered, or if lookups and products share the kernel."""
     if any(rows is None for rows in uses) or len({rows.tokens is None for rows in uses}) > 1:
         return None
     g = np.concatenate([rows.g for rows in uses])

@@ -1,11 +1,13 @@
-"""Training steps of four dense layers on simulated devices, as a process: it printed nothing where they hung.
+"""Train four dense layers on simulated devices in a separate process, to find deadlocks.
 
     python tests/hang.py --width 256 --devices 2    # one run
-    python tests/hang.py --runs 20                  # widths x devices, so many processes each; prints a table
+    python tests/hang.py --runs 20                  # 20 runs for each width and number of devices; prints a table
 
-Matrices inverted as one batch wait for XLA's threads on XLA's threads. On a machine with two cores the first hung in
-six of six runs while the refresh inverted several together. A process of the table that is not through after `--limit`
-seconds is killed and counts as one that hung. They share what they compile: all but the first of a cell load it.
+If several matrices are inverted as a batch, XLA's threads can wait for each other. On a machine with two cores, the
+first command hung in all six runs while several matrices were inverted together. A hung process prints no result.
+
+The second command kills each process that does not finish within `--limit` seconds, and counts it as hung. The
+processes share a compilation cache, so only the first process of each cell compiles.
 """
 
 import argparse
@@ -21,7 +23,10 @@ OUTPUT = "failed inversions: 0\n"
 
 
 def train(width, devices):
-    """Prints how many inversions failed in twenty steps of each kind, all with a refresh of all blocks."""
+    """Train for twenty steps with each preconditioner and print the number of failed inversions.
+
+    Every step inverts all blocks.
+    """
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
     import jax.numpy as jnp
@@ -69,14 +74,14 @@ def train(width, devices):
 
 
 def grid(runs, limit):
-    """The table; whether every run came to its end."""
+    """Print the table. Return whether all runs finished without a failure."""
     hung, failed, seconds = ({(w, d): 0 for w in WIDTHS for d in DEVICES} for _ in range(3))
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        # Run by run, not cell by cell: each cell sees the machine at several times.
+        # Run all cells before the next run of a cell, so that each cell is measured at several times.
         for run in range(1, runs + 1):
             for width, devices in hung:
                 command = [sys.executable, __file__, "--width", str(width), "--devices", str(devices)]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "kfac"
 
-# The limits. Tokens and lines are counted without docstrings, comments and blank lines. Lower a limit whenever the
-# package gets below it.
+# The limits. Tokens and lines exclude docstrings, comments and blank lines. Lower a limit whenever the package gets
+# below it.
 TOKENS = 99_820
 CORE_TOKENS = 91_910
 TOKENS_PER_LINE = 8.8
@@ -27,7 +27,7 @@ INSIDE = 19  # test files that import private modules
 # The modules that may read equations.
 READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters", "primitives", "axis_rules", "replay")}
 
-# The rooms in the order of their imports: each may import from the same row and from those above.
+# The rooms in import order: each room may import from its own row and from the rows above.
 ROOMS = (
     ("_layers", "_leaves", "_factors", "_packing", "_mesh", "_checks"),
     ("_statistics",),
@@ -39,7 +39,7 @@ ROOMS = (
     ("__init__",),
 )
 
-# What is read of an equation or of a jaxpr. Other things have `params` too: of them only those of something called so.
+# Attributes of an equation or a jaxpr. Other objects have `params` too, so `params` counts only for names in CALLED.
 EQUATIONS = {"eqns", "invars", "outvars", "constvars", "primitive", "jaxpr"}
 CALLED = {"eqn", "equation"}
 
@@ -54,14 +54,14 @@ NOT_CODE = {
 
 
 class Module(NamedTuple):
-    name: str  # without the package's: `_capture.trace`
+    name: str  # without the package's name, for example `_capture.trace`
     tokens: int
     lines: set[int]  # line numbers with code
-    length: int  # all lines
+    length: int  # number of lines, including those without code
     functions: dict[str, int]  # lines of each function, inner functions included
     arguments: int  # annotated arguments
     untyped: int  # annotated arguments with `Any`
-    equations: list[str]  # where it reads them
+    equations: list[str]  # places that read equations
     imports: set[str]  # modules of the package
 
     @property
@@ -69,20 +69,21 @@ class Module(NamedTuple):
         return self.name.split(".")[0]
 
 
-# From Python 3.12 on, the parts of an f-string are tokens of their own. Count the whole string as one token everywhere.
+# From Python 3.12 on, the parts of an f-string are separate tokens. Count the whole string as a single token
+# everywhere.
 FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def count_code(source: str, tree: ast.AST) -> tuple[int, set[int]]:
-    """Return the number of code tokens, and the numbers of the lines that have one."""
+    """Return the number of code tokens, and the line numbers with code."""
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node) is not None:
                 first = node.body[0]
                 docstrings |= set(range(first.lineno, first.end_lineno + 1))
-    count = depth = 0  # depth: how many f-strings are around a token
+    count = depth = 0  # depth: number of f-strings around a token
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         covered = set(range(token.start[0], token.end[0] + 1))
@@ -115,7 +116,7 @@ def measure(name: str, source: str, names: set[str]) -> Module:
             for alias in node.names:
                 whole = f"{base}.{alias.name}" if base else alias.name
                 imports.add(whole if whole in names else base or "__init__")
-    # A package's `__init__` has the name of its room. Imported names that are not modules are dropped.
+    # A package's `__init__` has its room's name. Drop imported names that are not modules.
     untyped = sum("Any" in annotation for annotation in annotations)
     imports = {i for i in imports if i in names and i != name}
     length = source.count("\n")
@@ -136,7 +137,7 @@ def in_core(module: Module) -> bool:
 
 
 def floor(room: str) -> int:
-    """Return the row of a room in ROOMS; raise an error if it has none."""
+    """Return a room's row in ROOMS. Raise a ValueError if it has no row."""
     [found] = [k for k, row in enumerate(ROOMS) if room in row] or [None]
     if found is None:
         raise ValueError(f"tests/house.py: {room} has no place in ROOMS")
@@ -144,7 +145,7 @@ def floor(room: str) -> int:
 
 
 def upward(found: list[Module]) -> list[str]:
-    """Return all imports from a room that stands further down in ROOMS."""
+    """Return all imports from a room in a lower row of ROOMS."""
     return [
         f"{module.name} imports {other}"
         for module in found
@@ -154,7 +155,7 @@ def upward(found: list[Module]) -> list[str]:
 
 
 def circle(found: list[Module]) -> list[str]:
-    """Return the modules in import circles."""
+    """Return the modules in import cycles."""
     left = {module.name: module.imports for module in found}
     while left:
         imported = set().union(*left.values())
@@ -172,13 +173,13 @@ def names_the_inside(source: str) -> bool:
 
 
 def inside(folder: Path = Path(__file__).parent) -> list[str]:
-    """Return the test files that import private modules, except test_house.py, which has such names as text."""
+    """Return the test files that import private modules. Skip test_house.py, which contains such names as text."""
     paths = [path for path in sorted(folder.rglob("*.py")) if path.name != "test_house.py"]
     return [path.name for path in paths if names_the_inside(path.read_text())]
 
 
 def broken(found: list[Module]) -> dict[str, list[str]]:
-    """Return each limit with a list of all violations."""
+    """Return each limit with a list of its violations."""
     files = inside()
     tokens = sum(module.tokens for module in found)
     core = sum(module.tokens for module in found if in_core(module))

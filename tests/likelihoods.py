@@ -1,4 +1,4 @@
-"""Likelihoods written out: targets, losses, and the gradients for every value of a target."""
+"""Write out likelihoods: targets, losses, and gradients for every value of a target."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,16 @@ LIKELIHOODS = ("categorical", "bernoulli", "gaussian")
 
 
 def value_gradients(likelihood, z):
-    """For one row of outputs, the values of its target with what matters of them: weights and gradients `E[y] - y`."""
+    """Return weights and gradients `g` whose weighted sum of `g g^T` is the row's Fisher matrix.
+
+    For categorical and Bernoulli targets, each pair is a value's probability and its gradient `E[y] - y`.
+    """
     classes = len(z)
     if likelihood == "categorical":
         p = np.exp(z - z.max())
         p /= p.sum()
         return [(p[c], p - np.eye(classes)[c]) for c in range(classes)]
-    if likelihood == "bernoulli":  # features are independent, so that one at a time gives all second moments
+    if likelihood == "bernoulli":  # features are independent, so the second moments are sums over single features
         p = 1 / (1 + np.exp(-z))
         weights = [(c, y, p[c] if y else 1 - p[c]) for c in range(classes) for y in (0, 1)]
         return [(w, np.eye(classes)[c] * (p[c] - y)) for c, y, w in weights]

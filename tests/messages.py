@@ -1,15 +1,18 @@
-"""Bytes by kind of collective in the compiled programs of a training step: SGD's, K-FAC's, and K-FAC's with statistics.
+"""Count the bytes per kind of collective in compiled training steps: SGD, K-FAC, and K-FAC with statistics.
 
-python tests/messages.py resnet50 --devices 8
-python tests/messages.py gpt --devices 8 --style mesh
-python tests/messages.py gpt --devices 8 --style mesh --parameters split
+    python tests/messages.py resnet50 --devices 8
+    python tests/messages.py gpt --devices 8 --style mesh
+    python tests/messages.py gpt --devices 8 --style mesh --parameters split
 
-Programs are compiled for simulated devices, ResNet-50 with small images: messages of parameters, statistics and
-results do not depend on their size, and nothing else may be sent. Bytes are those that a device puts into all-reduces,
-reduce-scatters and all-to-alls, and gets from all-gathers. `sent` counts all-reduces whole and the others half, as
-that is what a ring makes of them: an all-reduce is a reduce-scatter and an all-gather.
+Programs are compiled for simulated devices. ResNet-50 has small images, because messages should contain only
+parameters, statistics and results, whose size does not depend on the images.
 
-Uses the inside of `_optimizer.sharded_step`, as parameters are shapes here, of which `init` does not see how they lie.
+A device's bytes are its input to all-reduces, reduce-scatters and all-to-alls, and its output from all-gathers. `sent`
+counts all-reduces in full and other kinds by half, because a ring implements an all-reduce as a reduce-scatter and an
+all-gather.
+
+The script uses the private module `_optimizer.sharded_step`. The model's parameters are only shapes here, so `init`
+cannot see their shardings.
 """
 
 import argparse
@@ -32,7 +35,7 @@ if __name__ == "__main__":
     PARSER.add_argument("--largest", type=int, default=0, help="print so many of the largest messages of each program")
     OPTIONS = PARSER.parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={OPTIONS.devices}"
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # of code; messages are the same
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # speeds up compilation; messages are the same
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +53,14 @@ KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragg
 
 
 def messages(text, devices):
-    """`(kind, bytes, times, what)` of every collective in the text of a compiled program.
+    """Return `(kind, bytes, times, operation)` for every collective in a compiled program's text.
 
     Args:
-      text: of the program, as `compiled.as_text()` gives it.
-      devices: how many.
+      text: the compiled program, as `compiled.as_text()` returns it.
+      devices: the number of devices.
 
     Returns:
-      A list; `times` is how often loops around a collective repeat it.
+      A list of tuples. `times` counts how often the loops around a collective repeat it.
     """
     bodies, current, entry = {}, None, None
     for line in text.splitlines():
@@ -78,7 +81,7 @@ def messages(text, devices):
             ):  # fmt: skip
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
                 if attribute == "to_apply" and " call(" not in line:
-                    continue  # of a reduction
+                    continue  # computes the elements of a reduction
                 for inner in re.findall(r"[\w.\-]+", names):
                     walk(inner, times * (int(trips[1]) if trips and attribute == "body" else 1))
             message = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
@@ -88,7 +91,7 @@ def messages(text, devices):
                     SIZES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
                     for dtype, shape in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
                 )
-                # A reduce-scatter's operand is as many times its result as there are devices.
+                # A reduce-scatter's operand is `devices` times as large as its result.
                 what = re.search(r'op_name="([^"]*)"', line)
                 size *= devices if kind == "reduce-scatter" else 1
                 found.append((kind, size, times, (what[1] if what else line.strip())[-100:]))
@@ -98,7 +101,7 @@ def messages(text, devices):
 
 
 def device_groups(text):
-    """Return the groups of devices in which the collectives of a compiled program send.
+    """Return the device groups in which a compiled program's collectives send.
 
     XLA writes groups as a list, `{{0,1},{2,3}}`, as an array of devices, `[2,2]<=[2,2]T(1,0)`, or, since JAX 0.11, as
     axes of a mesh, `mesh['node'=2,'gpu'=2] {'gpu'}`.
@@ -108,10 +111,10 @@ def device_groups(text):
 
     Returns:
       A dictionary from each kind of collective to a set. Each element is a frozenset of groups, which are tuples of
-      devices.
+        devices.
 
     Raises:
-      ValueError: groups are written in another form.
+      ValueError: the groups are written in another form.
     """
     found = {}
     for kind, written in re.findall(rf"({KINDS})(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(.*)", text):
@@ -120,7 +123,7 @@ def device_groups(text):
 
 
 def _groups(written):
-    """Return the frozenset of groups at the beginning of a text."""
+    """Parse the groups at the beginning of a text and return them as a frozenset."""
     if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", written):
         groups = [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]*\d", listed[1])]
     elif array := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written):
@@ -140,7 +143,7 @@ def _groups(written):
 
 
 def by_kind(found):
-    """Bytes of each kind, and `sent`: an all-reduce's whole, others' half."""
+    """Return the bytes of each kind and `sent`, which counts all-reduces in full and other kinds by half."""
     total = {}
     for kind, size, times, _ in found:
         total[kind] = total.get(kind, 0) + size * times
@@ -148,20 +151,22 @@ def by_kind(found):
 
 
 def in_all_reduces(sizes):
-    """Bytes of an all-reduce that takes as long as messages of so many bytes of each kind."""
+    """Return the size of an all-reduce that takes as long as messages with the given bytes per kind."""
     return sum(size if kind == "all-reduce" else size / 2 for kind, size in sizes.items())
 
 
 def independent_of_first(jaxpr, primitive):
-    """Of the FLOPs of products in backward passes, the share on which the first message of a kind does not wait.
+    """Return the share of backward FLOPs that need not wait for the first message with a primitive.
+
+    Only matrix products and convolutions count.
 
     Args:
-      jaxpr: of one device's program.
-      primitive: the name of the message.
+      jaxpr: one device's program.
+      primitive: the name of the message's primitive.
     """
     made_by = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     needs = []
-    for eqn in jaxpr.eqns:  # which of those before it each waits for
+    for eqn in jaxpr.eqns:  # find the earlier equations that each equation waits for
         inputs = {made_by[v] for v in eqn.invars if not hasattr(v, "val") and v in made_by}
         needs.append(inputs.union(*(needs[k] for k in inputs)))
     backward = {k: flops(eqn) for k, eqn in enumerate(jaxpr.eqns) if "transpose" in str(eqn.source_info.name_stack)}
@@ -171,7 +176,7 @@ def independent_of_first(jaxpr, primitive):
 
 
 def flops(eqn):
-    """Count the FLOPs of the matrix products and convolutions in an equation, with the iterations of its scans."""
+    """Count the FLOPs of an equation's matrix products and convolutions, including all iterations of its scans."""
     times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     total = 0
     for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -187,11 +192,11 @@ def flops(eqn):
     return total
 
 
-# -- models: losses, shapes of parameters, shapes of a batch of `n` ---------------------------------------------------
+# -- models: losses, parameter shapes, and shapes of a batch of `n` examples ------------------------------------------
 
 
 def resnet50(n, size=32):
-    """With its strides, a scale and a shift behind each convolution, and normalisation by example."""
+    """Return ResNet-50 with its strides, a scale and a shift after each convolution, and per-example normalisation."""
 
     def kernels(c, h, w, i, o):
         return {"kernel": (h, w, i, o), "scale": (o,), "shift": (o,)} if c else {"kernel": (i, o), "bias": (o,)}
@@ -227,13 +232,13 @@ def resnet50(n, size=32):
 
 
 def by_examples(x):
-    """Where XLA splits arrays: activations lie as examples do, as a loss with split parameters has to say."""
+    """Shard activations like the examples. With automatic axes, a loss with sharded parameters has to request this."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     return lax.with_sharding_constraint(x, P("data")) if kinds == (AxisType.Auto,) else x
 
 
 def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
-    """GPT-2's smallest, with 124 M parameters; its table of words is its last layer, too."""
+    """Return the smallest GPT-2, with 124 M parameters. Its token table is also its last layer."""
     dense = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
     blocks = {k: {"kernel": (layers, *s), "bias": (layers, s[1])} for k, s in dense.items()}
     blocks |= {k: {"scale": (layers, d), "shift": (layers, d)} for k in ("first", "second")}
@@ -277,7 +282,7 @@ MODELS = {"resnet50": resnet50, "gpt": gpt}
 
 
 def split_spec(devices, leaf):
-    """How FSDP splits a leaf: along the first axis of which it can."""
+    """Return FSDP's spec for a leaf, which splits the first axis that is divisible by the number of devices."""
     axis = next((k for k, size in enumerate(leaf.shape) if size % devices == 0), None)
     return P(*("data" if k == axis else None for k in range(leaf.ndim)))
 
@@ -292,7 +297,10 @@ def programs(
     inverse_update_period=10,
     max_factor_dim=8192,
 ):
-    """Layers, and compiled programs by name: steps of SGD, K-FAC, K-FAC with statistics; over a mesh `update` alone."""
+    """Return the layers and the compiled programs by name: steps of SGD, K-FAC, and K-FAC with statistics.
+
+    With a mesh, there is also a program that contains only the optimizer's `update`.
+    """
     loss, params, batch, find = model(4 * devices)
     layers = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
@@ -309,7 +317,7 @@ def programs(
         return jax.tree.map(lambda p, u: p - 0.1 * u, params, updates)
 
     def gradient(params, batch):
-        # Gradients of what all devices share would be summed over devices by themselves.
+        # Without `pcast`, JAX would sum the gradients of replicated parameters over devices.
         own = lax.pcast(params, "data", to="varying") if style == "shard_map" else params
         return jax.grad(loss)(own, batch)
 
@@ -343,7 +351,7 @@ def programs(
         place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
                  for s in (whole, specs, P("data"))]  # fmt: skip
         arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
-        # As `init` of arrays finds them.
+        # Set the specs that `init` would find in arrays.
         settings = dataclasses.replace(state.settings, param_specs=find_param_specs(arguments[0]))
         arguments[1] = arguments[1]._replace(settings=settings)
         steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
@@ -357,7 +365,7 @@ def programs(
 
 
 def abstract(tree, where):
-    """Shapes of a tree with the shardings of a prefix of it."""
+    """Return a tree's shapes with the shardings in `where`, a prefix of the tree."""
     spread = jax.tree.map(
         lambda sharding, part: jax.tree.map(lambda _: sharding, part), where, tree,
         is_leaf=lambda s: isinstance(s, NamedSharding),
@@ -366,7 +374,7 @@ def abstract(tree, where):
 
 
 def packed_bytes(layers):
-    """Of the upper triangles of all factors."""
+    """Return the size of all factors' upper triangles in bytes."""
     return 4 * sum(
         math.prod(s[:-2]) * (s[-1] * (s[-1] + 1) // 2 if f not in layer.diagonal and len(s) > 1 else math.prod(s))
         for layer in layers

@@ -1,7 +1,7 @@
-"""Random networks for tests of properties: a few layers drawn by hypothesis, and two losses of one meaning.
+"""Draw random networks for property tests: a few layers chosen by hypothesis, with two equivalent losses.
 
-`Network.loss` is written as users write it, with `lax.scan`, `jax.checkpoint` and `jax.jit`; `Network.reference` is the
-same network unrolled, with the hooks of tests/oracle.py.
+`Network.loss` is written as users would write it, with `lax.scan`, `jax.checkpoint` and `jax.jit`. `Network.reference`
+is the same network unrolled, with the hooks from tests/oracle.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """A convolution of images in groups of channels, each with `features` features."""
+    """An image convolution in groups of channels. Each group has `features` output features."""
 
     window: tuple[int, int]
     strides: tuple[int, int]
@@ -61,7 +61,7 @@ class Conv:
         )  # fmt: skip
 
     def reference(self, hook, name, p, x):
-        """A convolution for each group."""
+        """Apply a separate convolution to each group."""
         pads = explicit_padding(self.padding, x.shape[1:3], self.window, self.strides, self.dilation)
         geometry = Geometry(self.window, self.strides, pads, (1, 1), self.dilation)
         outs = []
@@ -80,7 +80,7 @@ class Conv:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Batch or layer normalisation, or that by the root mean square without a shift."""
+    """Batch or layer normalisation. If not `centred`, it divides by the root mean square and has no shift."""
 
     over_batch: bool
     centred: bool
@@ -106,7 +106,7 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Scans inside each other over dense layers, or with `shared` over one and the same."""
+    """Nested scans over dense layers. With `shared`, all iterations use the same layer."""
 
     lengths: tuple[int, ...]
     bias: bool
@@ -121,7 +121,7 @@ class Loop:
         return Dense(d, self.bias)
 
     def reference(self, hook, name, p, x):
-        one = self.shared or math.prod(self.lengths) == 1  # a stack of one kernel is a kernel
+        one = self.shared or math.prod(self.lengths) == 1  # a stack of one kernel counts as a single kernel
         for k, at in enumerate(itertools.product(*map(range, self.lengths))):
             own = p if self.shared else {key: leaf[at] for key, leaf in p.items()}
             x = self._layer(x.shape[-1]).reference(hook, name if one else f"{name}[{k}]", own, x)
@@ -143,7 +143,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """`wrappers[k]` is what layer `k` stands in; `remat` wraps all of them together."""
+    """A network. Layer `k` is wrapped in the transformations `wrappers[k]`, and `remat` wraps all layers together."""
 
     shape: tuple[int, ...]
     layers: tuple[Any, ...]
@@ -170,7 +170,7 @@ class Network:
         return params | {"out": {"w": normal(9999, math.prod(x.shape[1:]), CLASSES, dtype=dtype) / 2}}
 
     def loss(self, params, x, t, compute=None):
-        """With `compute` the layers run in another dtype than that of the parameters."""
+        """Return the loss. With `compute`, the layers run in another dtype than the parameters."""
         if compute is not None:
             params, x = jax.tree.map(lambda leaf: leaf.astype(compute), (params, x))
 
@@ -193,14 +193,14 @@ class Network:
 
 
 def _mean_loss(y, t):
-    """Its gradient depends on the output and on a target, so that no two rows agree."""
+    """Return a mean loss whose gradient depends on output and target, so that no two rows agree."""
     y = y.astype(t.dtype)
     return jnp.mean(jnp.sum(jnp.tanh(y) * t, axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
 
 
 @st.composite
 def networks(draw, depth=3, interacting=True, images=True):
-    """Networks on vectors, sequences or images; `interacting` allows batch normalisation."""
+    """Draw a network on vectors, sequences or images. `interacting` allows batch normalisation."""
     d = draw(st.integers(1, 4))
     shapes = [(d,), (draw(st.integers(2, 3)), d)]
     if images:

@@ -1,11 +1,11 @@
-"""Curvature statistics by brute force: one example at a time, patches by explicit loops, sums in NumPy.
+"""Compute curvature statistics by brute force: one example at a time, patches by explicit loops, sums in NumPy.
 
-Shares no code with the package. A reference model is written with a `Hook`:
+This module shares no code with the package. A reference model calls a `Hook`:
 
-- `y = hook.layer(name, a, y)` behind each use of a kernel adds a zero to the layer's output `y`. The gradient with
-  respect to that zero is the `g`, and `a` the input, of the layer's factors.
-- `scale = hook.vector(name, v, n)` gives every one of `n` examples its own copy of an elementwise parameter, so that
-  per-example gradients exist where examples interact (batch norm).
+- `y = hook.layer(name, a, y)` after each use of a kernel adds a zero to the layer's output `y`. The gradient with
+  respect to this zero is `g` in the layer's factors, and the layer's input is `a`.
+- `scale = hook.vector(name, v, n)` gives each of `n` examples its own copy of an elementwise parameter, so that
+  per-example gradients exist even if examples interact (batch norm).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """A convolution of images `[n, *spatial, channels]`, one entry of each field for each spatial dimension."""
+    """A convolution of images `[n, *spatial, channels]`. Each field has an entry per spatial dimension."""
 
     window: tuple[int, ...]
     strides: tuple[int, ...]
@@ -33,7 +33,7 @@ class Geometry:
 
 
 def explicit_padding(padding, sizes, window, strides, rhs_dilation) -> tuple[tuple[int, int], ...]:
-    """Spelled-out pairs for "SAME" and "VALID"."""
+    """Return the padding as explicit pairs, also for "SAME" and "VALID"."""
     if padding == "VALID":
         return ((0, 0),) * len(sizes)
     if padding != "SAME":
@@ -46,7 +46,7 @@ def explicit_padding(padding, sizes, window, strides, rhs_dilation) -> tuple[tup
 
 
 def im2col(x: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """The inputs that each output position sees: `[n, positions, window * channels]`."""
+    """Return the inputs that each output position sees: `[n, positions, window * channels]`."""
     n, *sizes, channels = x.shape
     out = [
         (((size - 1) * lhs + 1) + low + high - ((k - 1) * rhs + 1)) // stride + 1
@@ -65,7 +65,8 @@ def im2col(x: np.ndarray, geometry: Geometry) -> np.ndarray:
         for tap in np.ndindex(*geometry.window):
             where = []
             for d, size in enumerate(sizes):
-                # A coordinate of the dilated image; only every `lhs_dilation`-th one holds a pixel.
+                # `at` is a coordinate in the dilated image, where only every `lhs_dilation`-th coordinate holds a
+                # pixel.
                 at = position[d] * geometry.strides[d] + tap[d] * geometry.rhs_dilation[d] - geometry.padding[d][0]
                 if at < 0 or at % geometry.lhs_dilation[d] or at // geometry.lhs_dilation[d] >= size:
                     break
@@ -76,7 +77,7 @@ def im2col(x: np.ndarray, geometry: Geometry) -> np.ndarray:
 
 
 class Hook:
-    """Records the inputs of layers and perturbs their outputs; without `zeros` it changes nothing."""
+    """A hook that records the inputs of layers and perturbs their outputs. Without `zeros` it changes nothing."""
 
     def __init__(self, zeros: dict[str, jax.Array] | None = None):
         self.zeros = zeros
@@ -91,12 +92,12 @@ class Hook:
     def layer(
         self, name: str, a: jax.Array, y: jax.Array, *, out: int = 1, bias: bool = False, conv: Geometry | None = None
     ) -> jax.Array:
-        """`y`, the output of a use of the kernel of layer `name`.
+        """Record a use of layer `name` and return its output `y`, to which the use's zero is added.
 
         Args:
           name: the layer.
-          a: `[n, ..., d_in]`, the input; for a convolution the images `[n, *spatial, channels]`.
-          y: `[n, ..., *out_axes]`, the output with or without the bias.
+          a: the input `[n, ..., d_in]`, or the images `[n, *spatial, channels]` of a convolution.
+          y: the output `[n, ..., *out_axes]`, with or without the bias.
           out: how many trailing axes of `y` are features.
           bias: whether this use adds a bias.
           conv: the geometry of a convolution.
@@ -107,13 +108,13 @@ class Hook:
         return self._perturbed(key, y)
 
     def vector(self, name: str, v: jax.Array, n: int) -> jax.Array:
-        """`v` repeated for each of `n` examples: `[n, *v.shape]`."""
+        """Return `v` repeated for each of `n` examples: `[n, *v.shape]`."""
         return self._perturbed(f"{name}@", jnp.broadcast_to(v, (n, *v.shape)))
 
 
 @dataclasses.dataclass
 class Use:
-    """One use of a kernel: `a` is `[n, s, d_in]`, `g` the gradient of the mean loss, `[n, s, d_out]`."""
+    """One use of a kernel: inputs `a` `[n, s, d_in]` and gradients `g` `[n, s, d_out]` of the mean loss."""
 
     a: np.ndarray
     g: np.ndarray
@@ -122,12 +123,12 @@ class Use:
 
 @dataclasses.dataclass
 class Truth:
-    """What the statistics of a batch ought to be.
+    """The expected statistics of a batch.
 
     Attributes:
-      uses: for each Kronecker layer, its uses.
+      uses: the uses of each Kronecker layer.
       vectors: per-example gradients `[n, *shape]` of the leaves given to `Hook.vector`.
-      n: number of examples.
+      n: the number of examples.
     """
 
     uses: dict[str, list[Use]]
@@ -135,7 +136,7 @@ class Truth:
     n: int
 
     def kronecker(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The factors of a layer; with a homogeneous coordinate if some use adds a bias."""
+        """Return a layer's factors, with a homogeneous coordinate if some use adds a bias."""
         uses = self.uses[name]
         homogeneous = any(use.bias for use in uses)
         positions = sum(use.a.shape[1] for use in uses)
@@ -149,7 +150,7 @@ class Truth:
         return a_sum / self.n, g_sum * self.n / positions
 
     def gradient(self, name: str) -> np.ndarray:
-        """The gradient of kernel and bias as a matrix `[d_out, d_in]`."""
+        """Return the gradient of kernel and bias as a matrix `[d_out, d_in]`."""
         homogeneous = any(use.bias for use in self.uses[name])
         total = 0.0
         for use in self.uses[name]:
@@ -159,13 +160,13 @@ class Truth:
 
 
 def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: bool = False) -> Truth:
-    """Statistics of `loss(hook, params, *batch)`, the mean over the leading axis of every array in `batch`.
+    """Return the statistics of `loss(hook, params, *batch)`, a mean over the leading axis of every array in `batch`.
 
     Args:
       loss: the reference model.
       params: its parameters.
-      batch: its further arguments, every leaf with a leading axis of examples.
-      interacting: whether examples interact, so that the gradient of the mean loss cannot be taken one by one.
+      batch: its further arguments. Every leaf has a leading axis of examples.
+      interacting: whether examples interact, so that gradients cannot be taken one example at a time.
     """
     batch = jax.tree.map(np.asarray, tuple(batch))
     n = len(jax.tree.leaves(batch)[0])
@@ -202,7 +203,7 @@ def truth(loss: Callable, params: Any, batch: Sequence[Any], *, interacting: boo
 
 
 def example_gradients(loss: Callable, params: Any, batch: Sequence[Any]) -> Any:
-    """Per-example gradients of the mean loss, one example at a time: a tree of `[n, *shape]`."""
+    """Return the mean loss's per-example gradients as a tree of `[n, *shape]`, computed one example at a time."""
     batch = jax.tree.map(np.asarray, tuple(batch))
     n = len(jax.tree.leaves(batch)[0])
     grad = jax.jit(jax.grad(loss))
@@ -211,7 +212,7 @@ def example_gradients(loss: Callable, params: Any, batch: Sequence[Any]) -> Any:
 
 
 def second_moment(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """`F[c] = n sum_i g g^T` of per-example gradients `[n, *shape]` of the leaves of one block."""
+    """Return `F[c] = n sum_i g g^T` for per-example gradients `[n, *shape]` of one block's leaves."""
     n = len(columns[0])
     g = np.stack([column.reshape(n, -1) for column in columns], axis=-1)
     block = np.zeros((g.shape[1], g.shape[2], g.shape[2]), g.dtype)
@@ -222,7 +223,7 @@ def second_moment(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def relative_error(found: Any, expected: np.ndarray) -> float:
-    """The largest deviation relative to the largest entry."""
+    """Return the largest deviation relative to the largest expected entry."""
     found = np.asarray(found, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float(np.max(np.abs(found - expected)) / (np.max(np.abs(expected)) or 1.0))

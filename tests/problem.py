@@ -1,6 +1,7 @@
-"""A very small network with a block of every kind, and its gradients and statistics on a few batches.
+"""Define a very small network with a block of every kind, and its gradients and statistics on a few batches.
 
-Its two dense layers have blocks of equal shape, one stack: what takes time in these tests is compilation.
+Its two dense layers have blocks of equal shape, so they form a stack. This saves compilation, which takes most of these
+tests' time.
 """
 
 import functools
@@ -61,17 +62,17 @@ def _measure():
 
 @functools.cache
 def measured(seed):
-    """Gradients and statistics at the initial parameters."""
+    """Return a batch's gradients and statistics at the initial parameters."""
     _, grads, factors = _measure()(initial(), batch(seed))
     return grads, factors
 
 
-# Most of the time of these tests goes into compilation, and none into what it optimises.
+# These tests spend most of their time compiling, so optimised code does not pay.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def observing(tx):
-    """Return `tx.update` with a further argument `factors`, which are observed before the step, or None."""
+    """Return `tx.update` with a further argument `factors`. If given, the factors are observed before the step."""
 
     def update(grads, state, params=None, factors=None, **extra):
         state = state if factors is None else kfac.observe(state, factors)
@@ -90,7 +91,10 @@ def stepper(tx, **jit_options):
 
 
 def history(tx, steps=4, params=None, without=(), measured=measured):
-    """Parameters, state and updates after each of a few steps on the measured gradients; statistics on all but some."""
+    """Return the parameters, state and updates after each of a few steps on the measured gradients.
+
+    The steps in `without` get no statistics.
+    """
     params = initial() if params is None else params
     state = jax.jit(tx.init)(params)
     step = stepper(tx)
@@ -103,12 +107,12 @@ def history(tx, steps=4, params=None, without=(), measured=measured):
 
 
 def run(tx, steps=4, **options):
-    """What `history` ends with."""
+    """Return the parameters, state and updates after the last step of `history`."""
     return history(tx, steps, **options)[-1]
 
 
 def state_of(opt_state):
-    """The one `KfacState` in an optimizer state."""
+    """Return the only `KfacState` in an optimizer state."""
 
     def is_leaf(x):
         return isinstance(x, kfac.state.KfacState)
@@ -118,23 +122,23 @@ def state_of(opt_state):
 
 
 def motions(opt_state):
-    """Momenta and rates of all groups of blocks."""
+    """Return all blocks' momenta and rates, by group."""
     return {name: block.momentum_state for name, block in state_of(opt_state).blocks.items()}
 
 
 def field_of(opt_state, field):
-    """A field of every block, by group: `factors`, `weight`, `preconditioner`, `condition` or `inverted`."""
+    """Return a field of every block, by group: `factors`, `weight`, `preconditioner`, `condition` or `inverted`."""
     return {name: getattr(block, field) for name, block in state_of(opt_state).blocks.items()}
 
 
 def ages_of(opt_state):
-    """Steps since the last inversion, by group: `[k]`; 0 before the first."""
+    """Return the steps since each block's last inversion, `[k]` by group. They are 0 before the first inversion."""
     state = state_of(opt_state)
     return {name: np.where(b.condition > 0, state.count - 1 - b.inverted, 0) for name, b in state.blocks.items()}
 
 
 def matrices(tree):
-    """The gradients of the layers that EKFAC corrects, `[d_out, d_in]`, in NumPy."""
+    """Return the gradients of the layers that support EKFAC, as NumPy matrices `[d_out, d_in]`."""
     found = layers()
     leaves = dict(zip(found.paths, jax.tree.leaves(tree), strict=True))
     return {
@@ -145,7 +149,7 @@ def matrices(tree):
 
 
 def assert_equal(found, expected):
-    """Bit for bit."""
+    """Check that two trees are equal bit for bit."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
@@ -153,7 +157,7 @@ def assert_equal(found, expected):
 
 
 def assert_close(found, expected, rtol=1e-5):
-    """Every leaf, relative to its largest entry."""
+    """Check that two trees are close. Each leaf's error is relative to its largest entry."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -167,9 +171,9 @@ def differ(a, b):
 
 
 def plain_kfac(learning_rate, layers, **options):
-    """An optimizer whose steps have the length that the curvature gives them, with all options that there are.
+    """Return an optimizer without step normalisation, which accepts all options.
 
-    Lengths that are set anew would hide a wrong one.
+    Normalised steps would hide a wrong step length.
     """
     fixed = {
         "momentum": 0.9,
@@ -182,14 +186,17 @@ def plain_kfac(learning_rate, layers, **options):
 
 
 def tied_parameters(blocks, width, words, inputs):
-    """So many blocks of one shape, a norm, a table that is the head too, and a kernel for inputs; in float64."""
+    """Return float64 parameters with `blocks` dense layers of equal shape.
+
+    There are also a scale, a table that is also the head, and a kernel for the inputs.
+    """
     dense = {f"dense{k}": {"w": normal(k, width, width) / 2, "b": normal(10 + k, width)} for k in range(blocks)}
     table, first = normal(21, words, width) / 2, normal(22, inputs, width) / 2
     return dense | {"scale": 1 + normal(20, width) / 5, "table": table, "in": first}
 
 
 def tied_batch(step, examples=12, inputs=4, words=9):
-    """Inputs, tokens and labels, whose examples differ in size, so that each device has other statistics."""
+    """Return inputs, tokens and labels. The examples differ in size, so that each device has different statistics."""
     rng = np.random.default_rng(step)
     x = rng.normal(size=(examples, inputs)) * np.linspace(0.3, 2, examples)[:, None]
     return jnp.asarray(x), *(jnp.asarray(rng.integers(words, size=examples)) for _ in "xy")

@@ -1,10 +1,10 @@
-"""The public names of the package."""
+"""List the public names of the package."""
 
 import inspect
 
 import kfac
 
-# The public modules of the package, each with a page's worth of names.
+# The public modules of the package.
 MODULES = ("curvature", "planning", "presets", "schedules", "state", "types")
 
 
@@ -13,7 +13,10 @@ def public_modules():
 
 
 def public_names(module):
-    """Names of functions and classes; a module with definitions of its own imports private ones beside."""
+    """Return the public functions and classes of a module.
+
+    A module that defines names of its own also imports private helpers, so only its own definitions count.
+    """
     found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
     own = {name: value for name, value in found.items() if value.__module__ == module.__name__}
     return own or found

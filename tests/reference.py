@@ -1,13 +1,13 @@
-"""K-FAC in NumPy float64, written from the mathematics alone: it shares no code with the package.
+"""Implement K-FAC in NumPy float64 from the mathematics alone, without code from the package.
 
-`network` is a small network with its back-propagation by hand; `Reference` is the optimizer.
+`network` is a small network with back-propagation written by hand. `Reference` is the optimizer.
 """
 
 import dataclasses
 
 import numpy as np
 
-# How the parameters of `network` fall into blocks: kind and leaves.
+# Each block's kind and leaves in `network`.
 BLOCKS = {
     "conv": ("kronecker", ("conv/kernel",)),
     "norm": ("unitwise", ("norm/scale", "norm/shift")),
@@ -42,10 +42,10 @@ def batch(step, n=12):
 
 
 def network(params, images, labels):
-    """Mean loss, gradients by leaf, statistics by block.
+    """Return the mean loss, the gradients by leaf, and the statistics by block.
 
-    A convolution without bias, batch norm, tanh, an added table, the mean over positions, two dense layers, logits
-    times a temperature, softmax cross-entropy.
+    The network has a convolution without bias, batch norm, tanh, an added table, a mean over positions, two dense
+    layers, logits times a temperature, and softmax cross-entropy.
     """
     n = len(images)
     patches = np.stack([images[:, y : y + 3, x : x + 3] for y in range(2) for x in range(2)], axis=3)
@@ -107,7 +107,10 @@ def network(params, images, labels):
 
 
 def to_matrix(block, leaves):
-    """`[out, in]` for a Kronecker block, the bias last; `[channels, parameters]` for a unit-wise one."""
+    """Return a block's matrix.
+
+    It is `[out, in]` for a Kronecker block, with the bias last, and `[channels, parameters]` for a unit-wise block.
+    """
     kind, paths = BLOCKS[block]
     if kind == "unitwise":
         return np.stack([leaves[path].ravel() for path in paths], -1)
@@ -127,7 +130,7 @@ def from_matrix(block, matrix, shapes):
 
 @dataclasses.dataclass
 class Reference:
-    """The optimizer. Every scalar is a function of the step."""
+    """The reference optimizer. Every scalar option is a function of the step."""
 
     learning_rate: callable
     damping: callable
@@ -147,7 +150,7 @@ class Reference:
         self.sums = {}  # not bias-corrected
         self.weight = dict.fromkeys(BLOCKS, 0.0)
         self.inverses = {}
-        self.dampings = None  # of the last step
+        self.dampings = None  # in the last step
         self.measured = -1  # the last step with statistics
         self.refreshed = -1  # the last step with new inverses
         self.trace = None
@@ -190,7 +193,7 @@ class Reference:
             self.inverses[name] = np.linalg.inv(factor + on_units * np.eye(factor.shape[-1]))
 
     def step(self, params, grads, statistics=None):
-        """New parameters."""
+        """Return the new parameters."""
         t = self.count
         dampings = (self.damping(t), self.damping(t) * self.unitwise_damping_scale(t))
         self.dampings = dampings

@@ -1,4 +1,4 @@
-"""Counts of the distributed K-FAC step of ResNet-50, from programs lowered and compiled for many devices.
+"""Measure ResNet-50's distributed K-FAC step in programs that are lowered and compiled for many devices.
 
 The number of devices is fixed when JAX starts, so this is a script: `resnet50_step.py DEVICES [compile]` prints JSON.
 """
@@ -23,7 +23,7 @@ from messages import by_kind
 from messages import messages as messages_of
 
 AXIS = "devices"
-# Out channels, kernel size, in channels of every convolution, and the final layer: the shapes make the state.
+# Each stage's width and number of blocks. The optimizer's state depends only on the parameters' shapes.
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 
 
@@ -48,7 +48,10 @@ def convolve(x, layer):
 
 
 def loss_fn(params, images):
-    """ResNet-50's layers and connections; normalisation and strides do not matter to the shapes of factors."""
+    """Return a loss of ResNet-50's layers and connections.
+
+    Normalisation and strides are left out, because they do not affect the shapes of the factors.
+    """
     x = convolve(images, params["stem"])
     for stage, (_, blocks) in enumerate(STAGES):
         for block in range(blocks):
@@ -73,7 +76,7 @@ def main():
 
     def statistics(params, images):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images)
-        # In one message: the text of every collective lists all devices, whoever asks for it.
+        # Average the gradients in a single message, because the text of every collective lists all devices.
         flat, unravel = ravel_pytree(grads)
         return unravel(lax.pmean(flat, AXIS)), factors
 
@@ -86,7 +89,7 @@ def main():
     lowered = jax.jit(step).lower(params, state, images)
     result = {"devices": DEVICES, "text": len(lowered.as_text())}
     if "compile" in sys.argv:
-        # The optimizer alone, with statistics that differ between devices, and without any.
+        # Compile the optimizer alone: once with statistics that differ between devices, and once without statistics.
         grads = params
         factors = jax.eval_shape(
             lambda p, x: kfac.value_and_grad(loss_fn, layers)(p, x)[2],

@@ -1,4 +1,4 @@
-"""Scripts of the examples as processes of their own, and what a run leaves in its folder."""
+"""Run the examples' scripts as separate processes and read the files of their runs."""
 
 import contextlib
 import io
@@ -16,10 +16,10 @@ IMAGENET = ROOT / "examples" / "imagenet"
 
 
 def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
-    """A script of `examples/imagenet` on some CPU devices, in a process group of its own.
+    """Start a script from `examples/imagenet` on some CPU devices, in a process group of its own.
 
-    Most of its time goes into compiling: little is optimised, and with `cached` it shares what it compiles with the
-    other scripts of this run of the tests.
+    Most of its time goes into compiling, so little is optimised. With `cached`, the script shares a compilation cache
+    with the other scripts of this test run.
     """
     env = {
         **os.environ,
@@ -29,7 +29,7 @@ def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
         "PYTHON": sys.executable,
         **(env or {}),
     }
-    # Scripts set their own flags. Of those of the tests they get the ones with which code is compiled sooner.
+    # Scripts set their own flags. Pass on only those test flags that speed up compilation.
     sooner = "fusion_emitters", "split_count"
     env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if any(name in flag for name in sooner))
     env["JAX_ENABLE_COMPILATION_CACHE"] = "true" if cached else "false"
@@ -46,13 +46,16 @@ def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
 
 
 def end(process):
-    """What a script that was started has done, after its end."""
+    """Wait for a started script to end and return its completed process."""
     out, err = process.communicate(timeout=900)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def finish(process, code=0):
-    """The same, which must be no error: it exits with `code`, 128 + its number after a signal."""
+    """Wait for a started script to end, and check that it exits with `code` and without a traceback.
+
+    A script that handles a signal exits with 128 + the signal's number.
+    """
     done = end(process)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
@@ -64,9 +67,10 @@ def train(*args, **options):
 
 
 def here(*args):
-    """`train.py` in this process, on one device, which takes seconds less; returns what it prints.
+    """Run `train.py` in this process on one device and return its output.
 
-    Not for a run that ends with an error: it would keep its folder.
+    This is some seconds faster than a new process. Do not use this function for a run that ends with an error, because
+    the run's folder would stay locked.
     """
     sys.path.insert(0, str(IMAGENET))
     try:
@@ -80,7 +84,10 @@ def here(*args):
 
 
 def refused(*args, **options):
-    """The sentence with which a script refuses `args`: but for broken images, there is no other."""
+    """Return the error message with which a script refuses `args`.
+
+    The script may also report skipped images, but must print nothing else.
+    """
     done = end(start(*args, **options))
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("skipped ")]
@@ -89,13 +96,13 @@ def refused(*args, **options):
 
 
 def records(folder):
-    """The metrics of a run but for its times."""
+    """Return a run's metrics without its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
 def state(folder, step):
-    """The state in a checkpoint, as NumPy arrays."""
+    """Return the state in a checkpoint as NumPy arrays."""
     import orbax.checkpoint as ocp
 
     path = folder / "checkpoints" / str(step) / "state"

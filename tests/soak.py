@@ -1,14 +1,16 @@
-"""A long run of the example's default job with a fault every few steps, against the same run without.
+"""Compare a long run of the example's default job with and without a fault every few steps.
 
-python tests/soak.py --output soak                       # 2,000 steps, a fault every 20th
-python tests/soak.py --output soak8 --devices 8 --steps 200    # each fault on the last of eight CPU devices
-python tests/soak.py --output soak16 --dtype float16 --steps 200
+    python tests/soak.py --output soak                       # 2,000 steps, a fault every 20th
+    python tests/soak.py --output soak8 --devices 8 --steps 200    # each fault on the last of eight CPU devices
+    python tests/soak.py --output soak16 --dtype float16 --steps 200
 
-Network, data, optimizer, validation and checkpoints are those of `examples/imagenet`, the loop is its own: the example
-stops where a number is not finite, and this one goes on. Faults are arguments of the compiled step, so that both runs
-are one program. The training runs in a process of its own, which two of the faults kill; it is started again until it
-is through. A run that is stopped goes on where it was. Ends with a table, and with exit code 1 unless the accuracies
-are within one point and nothing was lost.
+Network, data, optimizer, validation and checkpoints come from `examples/imagenet`. Only the loop differs: the example
+stops at a non-finite number, but this loop continues. Faults are arguments of the compiled step, so that both runs use
+the same program.
+
+The training runs in a separate process, which two of the faults kill. The script restarts the process until the
+training is complete. An interrupted run resumes from its last checkpoint. The script ends with a table. It exits with
+code 1 unless the accuracies are within one percentage point and nothing was lost.
 """
 
 import argparse
@@ -48,7 +50,7 @@ COUNTS = ("skipped_steps", "skipped_statistics", "failed_inversions")
 
 
 def fault_of(step: int, steps: int) -> int:
-    """The fault that strikes in `step`, counted from 1."""
+    """Return the fault that strikes in `step`, counted from 1."""
     first = step - step % EVERY
     if step < EVERY or first >= steps:
         return NOTHING
@@ -57,7 +59,7 @@ def fault_of(step: int, steps: int) -> int:
 
 
 def read(path: Path) -> list[dict]:
-    """The complete lines of a journal: the last may have been cut short by a kill."""
+    """Return the complete lines of a journal. A kill may have cut the last line short."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -71,7 +73,7 @@ def write(path: Path, record: dict) -> None:
 
 
 def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) -> None:
-    """Trains to the end, or until a fault kills this process."""
+    """Train to the end, or until a fault kills this process."""
     sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "imagenet")]
     import flax.linen as nn
     import jax
@@ -179,7 +181,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         loss, grads = loss / scale, jax.tree.map(lambda g: g / scale, grads)
         factors = spoil_factors(factors.unscale(scale), fault)
         updates, opt_state = tx.update(grads, kfac.observe(state.opt_state, factors), state.params)
-        # The optimizer leaves a bad step out; averages of batch norm are not its own.
+        # The optimizer skips a bad step, but batch-norm averages are not part of its state.
         whole = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((grads, stats))])
         stats = jax.tree.map(functools.partial(jnp.where, whole), stats, state.batch_stats)
         params = optax.apply_updates(state.params, updates)
@@ -207,7 +209,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
     gather, scatter = checkpoints.for_any_devices(mesh, specs, local, True)
     state = jax.jit(on_devices(init, in_specs=SAME, out_specs=specs))(key)
 
-    # Where it begins. A checkpoint that cannot be read is set aside for the one before.
+    # Find the first step. If a checkpoint cannot be read, use the previous checkpoint.
     saved = checkpoints.Checkpoints(output / "checkpoints", 3, gather, scatter)
     last = begin = saved.latest() or 0
     if begin:
@@ -233,7 +235,7 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
         state, record = take(state, (got.images, got.labels), jnp.float32(scale), jnp.int32(fault))
         record = {"step": step, **{name: float(value) for name, value in jax.device_get(record).items()}}
         if step in known:
-            # What was done again after a kill is what had been done before, bit for bit.
+            # A step that is repeated after a kill must give the same result as before, bit for bit.
             old = known[step]
             same = all(old[name] == record[name] or math.isnan(old[name]) for name in record)
             write(journal, {"again": step, "same": same})
@@ -258,14 +260,14 @@ def train(output: Path, steps: int, faulty: bool, dtype: str, num_devices: int) 
 
 
 def supervise(output: Path, steps: int, faulty: bool, options: argparse.Namespace) -> None:
-    """Starts the training again until it is through."""
+    """Restart the training until it is complete."""
     journal = output / "journal.jsonl"
     command = [sys.executable, __file__, "--output", str(output), "--steps", str(steps), "--dtype", options.dtype,
                "--devices", str(options.devices), "--child", "faulty" if faulty else "clean"]  # fmt: skip
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.devices)}
     flags = {"enable_concurrency_optimized_scheduler": "false", "collective_call_terminate_timeout_seconds": "600"}
     env |= {"OPENBLAS_NUM_THREADS": "1", "XLA_FLAGS": " ".join(f"--xla_cpu_{k}={v}" for k, v in flags.items())}
-    # Each process compiles the same program.
+    # All processes compile the same program.
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(output.parent / "cache")}
     while not any("val_accuracy" in record for record in read(journal)):
         code = subprocess.run(command, env=env, check=False).returncode
@@ -274,13 +276,13 @@ def supervise(output: Path, steps: int, faulty: bool, options: argparse.Namespac
 
 
 def report(clean: list[dict], faulty: list[dict], steps: int) -> bool:
-    """Prints the table; whether all is well."""
+    """Print the table. Return whether the runs passed."""
     by_step = {record["step"]: record for record in faulty if "step" in record}
     counts: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     indefinite = NOTHING
     for step in range(EVERY, steps + 1):
-        # A fault is answerable for what is counted until the next one; one that makes averages indefinite as long as
-        # they remain so.
+        # Blame the last fault for each count. Averages can stay indefinite for longer, so once a fault has made them
+        # indefinite, blame that fault for all failed inversions until the next such fault.
         kind = fault_of(step - step % EVERY, steps)
         if kind == NOTHING or step not in by_step:
             continue

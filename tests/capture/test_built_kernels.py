@@ -1,4 +1,7 @@
-"""Kernels to which something is added are exact, those built in other ways are not; and ragged products."""
+"""Test kernels that are built from parameters, and ragged products.
+
+A kernel plus another array has exact rows. Kernels that are built in other ways have none.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ BUILT = {
     "stacked": (
         lambda p, x: jnp.einsum("ntd,kdo->ntko", x, jnp.stack([p["a"], p["b"]])),
         {"a": (D, 2), "b": (D, 2)},
-        "the kernel is computed from it by ",  # stack; JAX 0.10.0 concatenates
+        "the kernel is computed from it by ",  # stack, or concatenate in JAX 0.10.0
     ),
     "parts of two sizes": (
         lambda p, x: jnp.tanh(x @ p["w"][:, :2]).sum(-1) + (x @ p["w"][:, 2:]).sum(-1),
@@ -193,7 +196,7 @@ def inputs():
 
 
 def by_groups(p, x):
-    """The same, group by group."""
+    """Compute the loss of `ragged` separately for each group."""
     first, last = x[:5], x[5:]
     a = jnp.tanh(first @ p["up"][0]) @ p["down"][0]
     b = jnp.tanh(last @ p["up"][2]) @ p["down"][2]
@@ -211,7 +214,7 @@ def test_ragged_products_are_those_of_each_group(options):
     expected = jax.jit(kfac.value_and_grad(by_groups, plain, num_examples=1))(params, x)
     assert relative_error(value, expected[0]) < 1e-12
     for name in ("up", "down"):
-        # `n = 1` there: A is not divided by n and G is multiplied by 1 over the number of rows.
+        # The reference has `n = 1`, so its A is not divided by n, and its G is divided only by the number of rows.
         assert relative_error(grads[name], expected[1][name]) < 1e-12
         assert relative_error(found[name].A * N, expected[2][name].A) < 1e-12
         assert relative_error(found[name].G, expected[2][name].G * N**2) < 1e-12
@@ -220,7 +223,7 @@ def test_ragged_products_are_those_of_each_group(options):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
 def test_ragged_products_in_loops_and_low_precision(dtype):
-    """Kernels used again in each iteration: rows are counted over all of them, and sums are float32."""
+    """Check kernels that every iteration uses again. The rows of all iterations count, and sums are in float32."""
     params, x = inputs()
     square = {"w": params["up"][..., :D].astype(dtype)}
 
@@ -241,7 +244,7 @@ def test_ragged_products_in_loops_and_low_precision(dtype):
         assert layers["w"].uses == 2 and layers["w"].positions is None
         found.append(jax.jit(kfac.value_and_grad(loss, layers, num_examples=N))(square, x)[2]["w"])
     assert found[0].A.dtype == found[0].G.dtype == jnp.promote_types(dtype, jnp.float32)
-    tolerance = 1e-12 if dtype == jnp.float64 else 1e-2  # of the gradients, which are rounded to 8 bits
+    tolerance = 1e-12 if dtype == jnp.float64 else 1e-2  # bfloat16 gradients are rounded to 8 bits
     assert max(relative_error(found[0].A, found[1].A), relative_error(found[0].G, found[1].G)) < tolerance
 
 
@@ -254,7 +257,7 @@ def experts(p, batch):
 
 @pytest.mark.slow
 def test_shares_of_a_batch_count_rows_together():
-    """Most shares have no row for the last expert, whose `G` is over the rows of the whole batch all the same."""
+    """Check that `G` is over the rows of the whole batch, although most parts have no row for the last expert."""
     p = tree(up=(3, D, 5))
     batch = data(0, 8, D).reshape(-1, D)[:8], jnp.array([0, 1, 0, 1, 0, 0, 1, 2])
     layers = kfac.find_layers(experts, p, batch)

@@ -1,4 +1,4 @@
-"""Custom derivatives, Pallas kernels and foreign functions: kernels inside them have no exact rows."""
+"""Check that kernels inside custom derivatives, Pallas kernels and foreign functions have no exact rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_layer_inside_has_the_gradients_own_factors():
 
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_a_custom_derivative_that_is_not_the_identity_has_the_gradients_own_factors(kind):
-    """Even if it is the identity but for a number that depends on the data."""
+    """Check rules that differ from the identity only by a factor that depends on the data."""
     if kind == "jvp":
         scaled = jax.custom_jvp(lambda w, x: w)
         scaled.defjvp(lambda primals, tangents: (primals[0], jnp.mean(primals[1]) * tangents[0]))

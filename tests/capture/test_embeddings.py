@@ -1,4 +1,4 @@
-"""Factors of tables whose rows are looked up, against products with one-hot inputs, by brute force."""
+"""Compare lookup tables' factors with brute force for products with one-hot inputs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def mean_loss(y, t):
 
 
 def tokens(*shape, seed=0):
-    # Row 2 is never looked up, row 0 often.
+    # Row 2 is never looked up, and row 0 is looked up often.
     drawn = np.random.default_rng(seed).choice([0, 0, 0, 1, 3, 4, 5, 6], size=(N, *shape))
     return drawn.astype(np.int32)
 
 
 def one_hot(ids):
-    """Rows of zeros for indices out of range."""
+    """Return one-hot rows. Indices out of range give zeros."""
     return (jnp.asarray(ids)[..., None] == jnp.arange(V)).astype(float)
 
 
 def reference(hook, p, ids, t):
-    """The embedding as the matrix product with one-hot inputs that it stands for."""
+    """Compute the embedding as the equivalent matrix product with one-hot inputs."""
     a = one_hot(ids)
     x = jnp.tanh(hook.layer("table", a, a @ p["table"]))
     return mean_loss(hook.layer("out", x, x @ p["out"]), t)
@@ -94,13 +94,13 @@ def cast(table, ids):
 
 
 def in_halves(table, ids):
-    """Two uses, one behind the other: uses count as positions."""
+    """Look up each half in a separate use. Uses count as positions."""
     half = ids.shape[-1] // 2
     return jnp.concatenate([table[ids[..., :half]], table[ids[..., half:]]], axis=-2)
 
 
 def in_a_scan(table, ids):
-    """The positions one after the other, as a recurrent network reads them."""
+    """Look up one position after another, as a recurrent network does."""
     return lax.scan(lambda c, i: (c, table[i]), 0.0, jnp.moveaxis(ids, -1, 0))[1].swapaxes(0, 1)
 
 
@@ -144,7 +144,7 @@ def test_the_product_with_one_hot_inputs_itself_stays_dense(x64):
 
 @pytest.mark.parametrize("mode", ["drop", "clip", "wrap"])
 def test_indices_out_of_range(x64, mode):
-    """What is read is what counts: nothing, the nearest row, or the row around the corner."""
+    """Check that the row that is read counts: no row, the nearest row, or the index modulo the table's length."""
     ids = np.array([[0, 1, V + 1, 6], [-2, 3, 4, V], [0, 0, -V - 2, 5]], np.int32)
     read = {"clip": np.clip(ids, 0, V - 1), "wrap": ids % V, "drop": np.where(ids < 0, ids + V, ids)}[mode]
 
@@ -174,7 +174,7 @@ def test_a_table_stored_in_another_form(x64):
 
 
 def test_rows_of_several_axes_may_be_kernels(x64):
-    """As those that a class chooses; a factor of all their entries would be too large."""
+    """Check a table of kernels that are chosen by class. A factor with all entries of a kernel would be too large."""
     params, batch = {"table": normal(1, V, D, D)}, (tokens(), normal(2, N, D))
     layers = kfac.find_layers(lambda p, i, x: jnp.mean(jnp.einsum("nd,ndk->nk", x, p["table"][i]) ** 2), params, *batch)
     assert kinds(layers) == {"table": "gradient-factors"}
@@ -182,7 +182,7 @@ def test_rows_of_several_axes_may_be_kernels(x64):
 
 
 def test_a_row_axis_in_another_order_than_memory(x64):
-    """Rows (j, i) of a table stored [i, j, d]: the counts are brought to the order of the leaf."""
+    """Check rows (j, i) of a table that is stored as [i, j, d]. The counts must be in the order of the leaf."""
 
     def loss(p, ids, t):
         return mean_loss(jnp.tanh(p["table"].swapaxes(0, 1).reshape(6, D)[ids]), t)
@@ -197,7 +197,7 @@ def test_a_row_axis_in_another_order_than_memory(x64):
 
 
 def test_a_vector_of_scalars_per_row(x64):
-    """One number for each of the labels, as in a conditional temperature."""
+    """Check a table with a single number per label, such as a conditional temperature."""
 
     def loss(p, ids, t):
         return mean_loss(t[:, :3] * p["table"][ids][:, None], t)
@@ -212,7 +212,7 @@ def test_a_vector_of_scalars_per_row(x64):
 
 
 def test_two_tables_whose_rows_are_multiplied(x64):
-    """Factorisation of a matrix: the product of rows is one of activations."""
+    """Check a matrix factorisation. The product of two rows multiplies activations."""
 
     def loss(p, i, j, t):
         return mean_loss(jnp.einsum("nd,nd->n", p["u"][i], p["v"][j])[:, None], t)
@@ -267,7 +267,7 @@ def test_frameworks(x64):
         np.testing.assert_allclose(factors["table"].G, expected.kronecker("table")[1], rtol=1e-9, atol=1e-12)
 
 
-# -- lookups that are not known to meet every example on its own -------------------------------------------------------
+# -- lookups that may not read separate rows for each example ----------------------------------------------------------
 
 
 def by_a_counter(p, ids, x):
@@ -309,7 +309,10 @@ def test_other_lookups_have_the_gradients_own_factors(x64, case):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rows_looked_up_by_the_place_in_the_batch(x64, steps):
-    """Each example reads a row of its own, though no index is data; in a loop, another one each time."""
+    """Check that each example reads its own row, although no index is data.
+
+    In a loop, every iteration reads another row.
+    """
 
     def network(lookup, x, t):
         def body(carry, _):
@@ -344,7 +347,7 @@ def test_tokens_without_an_axis_of_examples_ask_for_num_examples(x64):
     np.testing.assert_allclose(factors["table"].G, g, rtol=1e-9)
 
 
-# -- tables that are output layers as well -----------------------------------------------------------------------------
+# -- tables that are also output layers --------------------------------------------------------------------------------
 
 
 TIED = {
@@ -356,7 +359,7 @@ TIED = {
 
 @pytest.mark.parametrize("case", TIED)
 def test_tied_tables_are_one_block(case):
-    """With the formula of tests/capture/test_tied.py, whatever the spelling."""
+    """Check that a tied table is a single block in any spelling. tests/capture/test_tied.py has the formula."""
 
     def loss(p, ids, t):
         return mean_loss(TIED[case](p, ids), t)
@@ -444,7 +447,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
 
 
 def loss_of_words(params, batch):
-    """A table, and a head with a column for each of so many words that its `G` is a diagonal."""
+    """Return the loss of a table and a head with so many words that the head's `G` is diagonal."""
     ids, labels = batch
     x = jnp.tanh(params["table"][ids])
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], labels).mean()
@@ -459,7 +462,10 @@ def loss_of_words(params, batch):
     ],
 )
 def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
-    """In pieces, of which three devices have some each: with a momentum, rates of layers and lengths of steps."""
+    """Check that three devices, each with some pieces of the table, match a single device.
+
+    The optimizer has momentum, layer rates and normalised step lengths.
+    """
     rng = np.random.default_rng(0)
     params = {"table": jnp.asarray(rng.normal(size=(8_201, 6))), "head": jnp.asarray(rng.normal(size=(6, 30_001)))}
     batches = [(rng.integers(0, 50, 12), rng.integers(0, 30_001, 12)) for _ in range(3)]
@@ -494,7 +500,7 @@ def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
         own = jax.shard_map(step, mesh=mesh, in_specs=(same, specs, over), out_specs=(same, specs))
         found, state = trained(jax.jit(own), params, init(params))
     held = {shard.data.size for x in jax.tree.leaves(state[0].owned) for shard in x.addressable_shards}
-    assert max(held) == 3 * 3_751 * 6  # no device has a whole momentum of the head
+    assert max(held) == 3 * 3_751 * 6  # no device has the head's whole momentum
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), found, expected)
     portable = jax.jit(kfac.state.gather_state)(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), portable, alone)
@@ -508,7 +514,7 @@ def test_the_plan_counts_a_diagonal_as_one():
     table = V + D * D
     assert plan.flops["refresh"] == kfac.Cholesky().flops * (2 * (V + D**3) + 2**3 + D**3)
     momentum = 4 * sum(layer.num_params for layer in layers)
-    # Each of the three blocks has a weight, a condition and the step of its last inversion.
+    # Each of the three blocks has a weight, a condition and its last inversion's step.
     assert plan.memory["state"] == 8 * (2 * table + D * D + 4) + momentum + 3 * 12
     row = next(line for line in repr(layers).splitlines() if line.startswith("table"))
     assert f"{V} (diagonal)" in row and "counts" in row
@@ -516,7 +522,7 @@ def test_the_plan_counts_a_diagonal_as_one():
 
 @pytest.mark.slow
 def test_a_large_vocabulary_needs_no_square():
-    """A factor of 200,000 by 200,000 would be 160 GB."""
+    """Check that a large table needs no square factor. It would have 200,000 rows and take 160 GB."""
     params = {"table": jnp.zeros((200_000, 4))}
     batch = (np.arange(6, dtype=np.int32).reshape(3, 2) * 30_000, jnp.ones((3, 60)))
     loss = lambda p, ids, t: mean_loss(p["table"][ids] + 0.1, t)  # noqa: E731

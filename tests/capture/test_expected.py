@@ -1,4 +1,4 @@
-"""`fisher="expected"` is the Fisher matrix over all targets, to rounding; weights, variances, own likelihoods."""
+"""Check that `fisher="expected"` gives the exact Fisher matrix, also with weights, variances and custom likelihoods."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NAMED = ("categorical", "bernoulli", "gaussian", "residual", "poisson")
 @pytest.mark.parametrize("likelihood", [*NAMED, LAPLACE], ids=[*NAMED, "own"])
 def test_it_is_the_expectation(likelihood):
     params, x = parameters(), normal(9, N, D)
-    name = likelihood if isinstance(likelihood, str) else "gaussian"  # of both, H is the identity
+    name = likelihood if isinstance(likelihood, str) else "gaussian"  # H is the identity for both
     loss = loss_of(network, likelihood)
     _, grads, factors = function(loss, params, x, fisher="expected")(params, x, fisher_key=KEY)
     assert_equal(factors, exact_factors(network, name, params, x, N))
@@ -67,7 +67,7 @@ def test_it_is_the_expectation(likelihood):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [None, N])
 def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(n):
-    """The tokens of a sequence have targets of their own; a scale sums over them, with their signs."""
+    """Check that each token of a sequence has its own target. A scale sums over tokens with random signs."""
     params, x = parameters(), normal(9, N, T, D)
     expected = exact_factors(network, "poisson", params, x, n or N * T)
     found = function(loss_of(network, "poisson"), params, x, fisher="expected", num_examples=n)
@@ -78,7 +78,7 @@ def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(n):
 @pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["sampled", "expected"])
 def test_moments_of_sequences_are_unbiased(fisher):
-    """As the blocks of vectors: on average over targets, or signs, they are those of the exact matrix."""
+    """Check that moments and the blocks of vectors match the exact matrix on average over targets or signs."""
     params, x, loss = parameters(), normal(9, N, T, D), loss_of(network, "categorical")
     layers = kfac.find_layers(loss, params, x)
     exact = jax.jit(fisher_blocks(loss, layers))(params, x)
@@ -91,7 +91,7 @@ def test_moments_of_sequences_are_unbiased(fisher):
 
 
 def of_basis(block, vectors):
-    """The diagonal of an exact block in a basis, `[d_out, d_in]`."""
+    """Return the diagonal of an exact block in a basis, as a matrix `[d_out, d_in]`."""
     q = np.kron(vectors.A, vectors.G)
     return np.diag(q.T @ np.asarray(block) @ q).reshape(vectors.A.shape[-1], vectors.G.shape[-1]).T
 
@@ -131,14 +131,14 @@ def test_moments_are_expected_too():
     measure = jax.jit(kfac.value_and_grad(loss, layers, fisher="expected"))
     basis = kfac.curvature.eigenbasis(measure(params, x, fisher_key=KEY)[2], layers)
     factors = measure(params, x, fisher_key=KEY, basis=basis)[2]
-    for name, vectors in basis.items():  # the moments are the diagonal of the exact block in the basis
+    for name, vectors in basis.items():  # the moments are the exact block's diagonal in the basis
         assert relative_error(factors[name].moments, of_basis(exact[name], vectors)) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("border_rows", [2 * N, 1])
 def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
-    """Two heads, and the interior and boundary with rows of their own: `gauss_newton` has the same sums."""
+    """Compare `gauss_newton` and the factors with explicit sums, for an interior and a boundary with their own rows."""
     params, x, edge, ratio = parameters(), normal(9, N, D), normal(10, border_rows, D), 3 * N / border_rows
     variance = 0.5 + jnp.arange(OUT)
 
@@ -148,7 +148,7 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
         border = kfac.mark_output(network(Hook(), p, edge), "residual", weight=ratio)
         return inner + 3 * 0.5 * (border**2).sum(-1).mean()
 
-    def plain(p, x):  # what both terms are, as rows of one least-squares problem
+    def plain(p, x):  # return both terms as rows of one least-squares problem
         return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(ratio) * network(Hook(), p, edge)])
 
     layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])

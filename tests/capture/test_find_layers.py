@@ -1,4 +1,4 @@
-"""Which block each parameter gets: normalisation, tables, tokens, temperatures, penalties; what has no rows."""
+"""Check which block each parameter gets: normalisation, tables, tokens, temperatures, penalties, and inexact leaves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs(*shape):
     return normal(1, N, *shape, dtype=dtype), normal(2, N, 100, dtype=dtype)
 
 
-# -- batch norm: examples interact, per-example gradients are those of ordinary back-propagation ----------------------
+# -- batch norm: examples interact, so per-example gradients come from ordinary back-propagation ----------------------
 
 
 def moments(x, axes):
@@ -115,7 +115,10 @@ NETWORK = {"in": {"w": (5, C)}, "norm": {"scale": (C,), "shift": (C,)}, "out": {
 
 
 def normalising_network(spelling, axes, evaluation=False, zero_scale=False):
-    """A reference network and the tested one: the reference gives each example its own scale and shift."""
+    """Return a reference network, a loss to test, and parameters.
+
+    The reference gives each example its own scale and shift.
+    """
 
     def network(hook, p, x, t, s, b):
         y = hook.layer("in", x, x @ p["in"]["w"])
@@ -163,7 +166,7 @@ def test_batch_norm_of_vectors(x64, spelling):
 
 @pytest.mark.parametrize("spelling", [plain_spelling, folded_spelling])
 def test_a_scale_initialised_at_zero(x64, spelling):
-    """The normalised input comes from the forward computation, not from a division by the scale."""
+    """Check that the normalised input comes from the forward pass, not from a division by the scale."""
     reference, loss, params = normalising_network(spelling, axes=(0, 1), zero_scale=True)
     _, factors = check_norm(reference, loss, params, inputs(T, 5))
     assert np.min(np.abs(factors["norm"].F)[:, 0, 0]) > 1e-8
@@ -254,7 +257,7 @@ def test_norm_of_the_raw_input(x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_norms_in_a_scan(x64, remat):
-    """Stacked scale and shift, and a scale that all iterations share."""
+    """Check a stacked scale and shift, and a scale that all iterations share."""
 
     def block(x, w, s, b, shared):
         x = jnp.tanh(x @ w)
@@ -307,7 +310,7 @@ def test_low_precision_norm_keeps_its_statistics_in_float32():
 
 
 def dense_with(function, **shapes):
-    """`function(p, x)` between two dense layers; its parameters are `shapes`."""
+    """Return a model with `function(p, x)` between two dense layers, and its parameters, including `shapes`."""
 
     def model(hook, p, x, t):
         x = jnp.tanh(hook.layer("in", x, x @ p["in"]["w"]))
@@ -372,7 +375,7 @@ def test_a_vector_that_divides(x64):
 
 
 def test_a_gate_read_in_two_ways_has_the_gradients_own_factors(x64):
-    """One of its reads has known per-example gradients, the other has not: the sum has none."""
+    """Check a gate with two reads. Only the first has known per-example gradients, so the sum does not."""
     model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) / (1 + p["g"] ** 2), g=(C,))
     check_blocks(model, params, inputs(T, 5), g="gradient-factors")
 
@@ -468,7 +471,7 @@ def test_a_weight_penalty_leaves_factors_alone_but_not_gradients(x64, penalty):
 
 
 def test_a_stopped_gradient_is_no_use(x64):
-    """A momentum encoder: the second product reads the kernel, but no gradient comes back through it."""
+    """Check a momentum encoder. Its second product reads the kernel, but no gradient comes back through it."""
 
     def model(hook, p, x, t):
         y = hook.layer("w", x, x @ p["w"])
@@ -610,7 +613,7 @@ def test_strict_names_the_leaf_the_operation_the_reason_and_the_way_out(case):
     layers = kfac.find_layers(loss, params, x)
     assert kinds(layers) == {"odd": "gradient-factors", "other": "skipped"}
     assert re.search(reason, layers["odd"].note), layers["odd"].note
-    if case != "while loop":  # which jax itself cannot differentiate
+    if case != "while loop":  # JAX cannot differentiate a while loop
         _, _, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)
         assert list(factors) == []
     with pytest.raises(kfac.UnsupportedLayerError) as caught:
@@ -633,7 +636,10 @@ def test_strict_names_all_leaves_at_once():
 
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_kernel_plus_an_array_that_is_not_computed_from_it_is_exact(x64, updated):
-    """Also a step of gradient descent inside the loss: the kernel is read for the step, and behind it."""
+    """Check kernels to which another array is added, such as a step of gradient descent inside the loss.
+
+    If the step depends on the kernel, the loss reads the kernel twice: for the step, and after it.
+    """
 
     def step_by_hand(hook, w, x):
         if updated:
@@ -656,7 +662,7 @@ def test_a_kernel_plus_an_array_that_is_not_computed_from_it_is_exact(x64, updat
 
 
 def test_lora_is_exact_unless_the_product_is_formed_first(x64):
-    """Of the sum the kernel `base` has the rows still; its neighbours have none."""
+    """Check that `base` keeps exact rows in the sum `base + a @ b`, but `a` and `b` do not."""
 
     def formed_first(hook, p, x, t):
         return mean_loss(hook.layer("base", x, x @ (p["base"] + p["a"] @ p["b"])), t)
@@ -718,7 +724,7 @@ def test_a_loss_that_hides_its_examples_asks_for_num_examples():
     with pytest.raises(ValueError, match=r"the number of examples is not clear: .*8 examples.*num_examples="):
         value_and_grad(loss, params, x)
     value_and_grad(loss, params, x, num_examples=N)
-    value_and_grad(loss, params, x, num_examples=5)  # a fraction of positions for each
+    value_and_grad(loss, params, x, num_examples=5)  # each example has a fraction of the positions
     with pytest.raises(ValueError, match=r"num_examples=13 is more than the 12 position\(s\) at which 'a'"):
         value_and_grad(loss, params, x, num_examples=13)
     for bad in (0, -1, 2.0, True):
@@ -727,7 +733,7 @@ def test_a_loss_that_hides_its_examples_asks_for_num_examples():
 
 
 def test_examples_one_after_the_other(x64):
-    """`lax.map` over examples: no layer's input has an axis of them."""
+    """Check `lax.map` over examples, where no layer's input has an axis of examples."""
 
     def loss(p, x, t):
         return mean_loss(lax.map(lambda x: jnp.tanh(x @ p["w"]) * p["s"], x), t)
@@ -750,7 +756,7 @@ def test_examples_one_after_the_other(x64):
 )
 @pytest.mark.parametrize(("n", "positions"), [(N, T), (N, N), (1, T), (1, 1)])
 def test_examples_are_found_wherever_they_are(x64, function, n, positions):
-    """However many positions there are, also with a single example."""
+    """Check that examples are found for any number of positions, also if there is a single example."""
 
     def loss(p, x, t):
         return mean_loss(function(p, x), t)
@@ -833,7 +839,7 @@ def test_the_table_has_every_leaf_in_exactly_one_row():
     assert f"factors: {elements:,} elements" in lines[-1]
 
 
-# -- calling it --------------------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 def test_aux_passes_through_with_leaves_that_are_no_arrays(x64):
@@ -858,7 +864,7 @@ def test_aux_passes_through_with_leaves_that_are_no_arrays(x64):
 
 
 def test_the_output_before_the_bias_may_be_aux(x64):
-    """Reading an output for a metric does not take the bias away."""
+    """Check that a layer keeps its bias if a metric reads the output before the bias."""
 
     def loss(p, x, t):
         y = x @ p["d"]["w"]

@@ -1,4 +1,4 @@
-"""Networks written in flax linen, flax nnx and bare `jax.numpy`, and parameters in any container."""
+"""Test networks in flax linen, flax nnx and bare `jax.numpy`, and parameters in any container."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oracle import Geometry, Hook, explicit_padding, truth
 
 N, T = 3, 4
 EPS = 1e-5
-SOFTMAX = 1e-6  # nnx takes it in float32
+SOFTMAX = 1e-6  # nnx computes it in float32
 
 
 def mean_loss(y, t):
@@ -30,7 +30,7 @@ def mean_loss(y, t):
 
 
 def randomised(params):
-    """Every leaf drawn anew: no scale of one, no bias of zero to hide behind."""
+    """Draw every leaf anew, so that errors cannot hide behind a scale of 1 or a zero bias."""
     flat, tree = jax.tree.flatten(params)
     dtype = jnp.result_type(float)
     return jax.tree.unflatten(tree, [normal(30 + k, *leaf.shape, dtype=dtype) / 2 for k, leaf in enumerate(flat)])
@@ -44,7 +44,7 @@ def shapes_of(model, *inputs, **options):
 
 
 def hooked(hook, name="{}"):
-    """An interceptor of linen's methods: a hook behind each dense layer and convolution."""
+    """Return an interceptor of linen's methods that calls the hook after each dense layer and convolution."""
 
     def interceptor(next_fun, args, kwargs, context):
         y = next_fun(*args, **kwargs)
@@ -146,7 +146,7 @@ def test_linen(x64, model, x, expected, wrap):
             assert [path.rpartition("/")[2] for path in layer.params] in (["scale", "bias"], ["bias", "scale"])
 
 
-# The first axis: tests/statistics/test_factors.py, of `lax.scan`.
+# tests/statistics/test_factors.py also tests `lax.scan` over the first axis.
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "remat"), [(0, False), (1, True)])
 def test_linen_scan_over_transformer_blocks(x64, axis, remat):
@@ -182,7 +182,7 @@ def test_linen_scan_over_transformer_blocks(x64, axis, remat):
 
 
 def batch_norm_network(hook, p, x, t, *, mean=None, var=None):
-    """Convolution, batch norm, dense; by hand, every example with its own scale and shift."""
+    """Compute a convolution, batch norm and a dense layer by hand, with a scale and a shift for each example."""
     numbers = ("NHWC", "HWIO", "NHWC")
     y = lax.conv_general_dilated(x, p["conv"]["kernel"], (1, 1), "SAME", dimension_numbers=numbers)
     geometry = Geometry((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1))
@@ -306,7 +306,7 @@ def test_nnx_layers_of_a_transformer(x64):
 
 
 def test_recurrent_cells_are_used_at_every_step():
-    """Traced only: what is counted in a scan is compared with brute force elsewhere."""
+    """Check the uses and positions of a model that is only traced. Other tests compare scans with brute force."""
     model = nn.RNN(nn.LSTMCell(5))
     x = jnp.zeros((N, T, D))
 
@@ -328,7 +328,7 @@ ATTENTION = {
 
 
 def attention(hook, p, x, t):
-    """Kernels `[d, heads, head_dim]` and `[heads, head_dim, d]`, as frameworks store them."""
+    """Compute attention with kernels `[d, heads, head_dim]` and `[heads, head_dim, d]`, as frameworks store them."""
 
     def project(name):
         y = jnp.einsum("ntd,dhk->nthk", x, p[name]["kernel"]) + p[name]["bias"]
@@ -346,7 +346,7 @@ def einsum_attention(p, x, t):
 
 
 def vmapped_attention(p, x, t):
-    """A model of one sequence under `vmap`."""
+    """Compute attention as a model of a single sequence under `vmap`."""
 
     def one(x):
         query, key, value = (
@@ -373,7 +373,7 @@ def nnx_attention(p, x, t):
 @pytest.mark.parametrize("loss", [einsum_attention, vmapped_attention, linen_attention, nnx_attention])
 def test_attention(x64, loss):
     params, batch = drawn(ATTENTION), (normal(1, N, T, D), normal(2, N, 60))
-    # A part of nnx's attention is in float32 whatever the dtype of its inputs: its loss is another by 1e-6.
+    # nnx computes a part of its attention in float32 for any input dtype, which changes the loss by 1e-6.
     tolerance = 1e-5 if loss is nnx_attention else 1e-9
     layers, _ = check_all(loss, params, batch, truth(attention, params, batch), rounding=1e-10, tolerance=tolerance)
     assert kinds(layers) == dict.fromkeys(("key", "out", "query", "value"), "dense")
@@ -382,12 +382,12 @@ def test_attention(x64, loss):
 
 @pytest.mark.parametrize("spelling", ["einsum", "vmap", "scan"])
 def test_a_mixture_of_experts_has_a_block_for_each_expert(x64, spelling):
-    """Kernels with an axis of experts that inputs and outputs share; which expert gets what is weighted by a router."""
+    """Check kernels with an expert axis that inputs and outputs share. A router weights each expert's inputs."""
     experts = 3
 
     def network(p, x, t, apply):
         gates = jax.nn.softmax(x @ p["router"]["w"], axis=-1)
-        routed = jnp.einsum("nte,ntd->entd", gates, x)  # inputs of the experts: an axis of experts first
+        routed = jnp.einsum("nte,ntd->entd", gates, x)  # the experts' inputs, with the experts first
         return mean_loss(apply(p["experts"]["w"], p["experts"]["b"], routed).sum(0), t)
 
     def apply(w, b, routed):
@@ -416,7 +416,7 @@ def test_a_mixture_of_experts_has_a_block_for_each_expert(x64, spelling):
 
 
 class Standardised(nn.Module):
-    """Weight standardisation, as in big transfer."""
+    """A convolution with weight standardisation, as in Big Transfer."""
 
     @nn.compact
     def __call__(self, x):
@@ -475,7 +475,7 @@ def test_derived_kernels_of_nnx_have_the_gradients_own_factors(wrapper):
     graph, state, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(p, x):
-        own = jax.tree.map(lambda leaf: leaf + 0, rest)  # variables of this trace
+        own = jax.tree.map(lambda leaf: leaf + 0, rest)  # variables that belong to this trace
         return jnp.mean(jnp.sin(nnx.merge(graph, p, own)(x)))
 
     check_derived(loss, state, normal(1, N, 5, dtype=jnp.float32), "dot_general")
@@ -574,7 +574,7 @@ class ResNet50(nn.Module):
 
 
 def of_images(model, examples):
-    """Its loss, and the shapes of what that takes."""
+    """Return the model's loss and the shapes of the loss's arguments."""
     images = jax.ShapeDtypeStruct((examples, 224, 224, 3), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((examples,), jnp.int32)
     variables = shapes_of(model, images)

@@ -1,4 +1,4 @@
-"""Networks written in haiku and equinox: their layers are found as they are, and a few steps train them."""
+"""Check that the layers of haiku and equinox networks are found, and that a few steps train the networks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def squared_error(y, t):
 
 
 def check_embedding_and_head(factors, embedding, head, known):
-    """The first and the last layer, of a network whose blocks between them are not compared."""
+    """Compare the first and the last layer with brute force. The blocks between them are not compared."""
     for found, name in ((factors[embedding], "embedding"), (factors[head], "head")):
         a, g = known.kronecker(name)
         a_found = np.diag(found.A) if found.A.ndim == 1 else found.A
@@ -73,7 +73,7 @@ def haiku_transformer(ids):
     return hk.Linear(3, name="head")(jnp.tanh(x).mean(1))
 
 
-@pytest.mark.slow  # test_zoo.py has others of its framework
+@pytest.mark.slow  # test_zoo.py has other models in this framework
 def test_haiku_transformer():
     model = hk.without_apply_rng(hk.transform(haiku_transformer))
     batch = text()
@@ -142,7 +142,7 @@ def test_haiku_convolutions():
 
 
 class Transformer(eqx.Module):
-    """A model of a single example; the loss maps it over the batch."""
+    """A model of a single example. The loss maps it over the batch."""
 
     embed: eqx.nn.Embedding
     norm: eqx.nn.LayerNorm
@@ -171,7 +171,7 @@ class Transformer(eqx.Module):
         return self.head(self.features(ids))
 
 
-@pytest.mark.slow  # test_zoo.py has others of its framework
+@pytest.mark.slow  # test_zoo.py has other models in this framework
 def test_equinox_transformer():
     params, static = eqx.partition(eqx.filter_jit(Transformer)(jax.random.key(0)), eqx.is_inexact_array)
     batch = text()

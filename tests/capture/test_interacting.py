@@ -1,4 +1,4 @@
-"""Blocks of models whose examples act on each other: unit-wise, diagonal and Kronecker ones alike."""
+"""Test models whose examples act on each other, with unit-wise, diagonal and Kronecker blocks."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def network(p, x):
 
 
 def contrastive(p, b):
-    """Each example against all others: a softmax over the batch."""
+    """Return a contrastive loss, in which a softmax over the batch compares each example with all others."""
     y = network(p, b["x"][:, 0])
     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(y @ network(p, b["x"][:, 1]).T)))
 
 
 def attended(p, b):
-    """Attention between examples, with a scale of its own for the result."""
+    """Return a loss with attention between examples, and a scale for the attention's result."""
     y = network(p, b["x"][:, 0])
     return jnp.mean(jnp.sum((p["gate"] * (jax.nn.softmax(y @ y.T) @ y) + y) ** 2, -1))
 
@@ -66,7 +66,7 @@ def case(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_those_of_brute_force(name):
-    """In another order, beside a second pass: gradients of ordinary back-propagation, row by row."""
+    """Check that a reordered batch has the statistics of brute force, with gradients from ordinary back-propagation."""
     layers = kfac.find_layers(*case(name).build())
     kinds = {layer.kind for layer in layers}
     assert kinds >= {"dense", "unitwise"} and not any(layer.kind == "gradient-factors" for layer in layers)
@@ -85,7 +85,7 @@ def test_a_doubled_batch_changes_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])
 def test_synchronised_over_devices_they_are_those_of_one(checked):
-    """Batch norm with the statistics of all devices: every block is the mean of those of the devices."""
+    """Check batch norm with the statistics of all devices: the mean of the devices' blocks is the batch's block."""
     loss, params, batch = case("batch norm").build()
     layers = kfac.find_layers(loss, params, batch)
     expected = truth(loss, params, batch, N)
@@ -113,7 +113,7 @@ def test_synchronised_over_devices_they_are_those_of_one(checked):
 
 @pytest.mark.slow
 def test_micro_batches_have_statistics_of_their_own():
-    """As on devices without synchronisation: the mean over micro-batches, of unit-wise blocks as of others."""
+    """Check that factors are means over micro-batches, as on devices whose batch norm is not synchronised."""
     loss, params, batch = case("batch norm").build()
     layers = kfac.find_layers(loss, params, batch)
     fn = kfac.value_and_grad(loss, layers)

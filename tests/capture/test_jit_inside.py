@@ -1,4 +1,4 @@
-"""What a loss says inside of `jit` and `checkpoint` about devices and memory still holds with taps in it."""
+"""Check that taps keep a `jit`'s shardings and a `checkpoint`'s memory savings inside the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def test_shardings_of_a_jit_inside_the_loss_are_kept():
 
 
 def test_scales_of_many_tokens_take_no_memory_for_each():
-    """With a marked output whose tokens are examples, as much is kept of a scanned normalisation as without taps."""
+    """Check that taps add little memory to a scanned normalisation, if the tokens of a marked output are examples."""
     layers_, batch, tokens, width = 4, 8, 32, 64
 
     def loss(p, x, t):

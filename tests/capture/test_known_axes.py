@@ -1,4 +1,4 @@
-"""The examples are where they are, whatever other axis is as long: models in which a length would mislead."""
+"""Check that the example axis is known, even if another axis has the same length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.specimens import N, Specimen, check, cross_entropy, data, tokens, tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 D, H = 4, 5
-LENGTHS = N, 3  # as many as examples, and another number
+LENGTHS = N, 3  # as long as the batch, and another length
 
 
 def mean_square(y):
@@ -23,7 +23,7 @@ def mean_square(y):
 
 
 def energies_and_forces(t):
-    """Energies of `t` atoms, summed, and their slopes."""
+    """Return a model of `t` atoms' total energy and forces."""
 
     def loss(p, b):
         def energy(x):
@@ -36,7 +36,7 @@ def energies_and_forces(t):
 
 
 def gate(t):
-    """A matrix of ones in front of the sequence."""
+    """Return a model that multiplies the sequence by a matrix of ones."""
 
     def loss(p, b):
         return mean_square(jnp.tanh(jnp.ones((t, t)) @ b["x"] @ p["w"]) @ p["v"])
@@ -45,7 +45,7 @@ def gate(t):
 
 
 def score(t):
-    """The score of a sequence is the slope of its energy."""
+    """Return a model of a sequence's score, which is the gradient of its energy."""
 
     def loss(p, b):
         def energy(x):
@@ -57,7 +57,7 @@ def score(t):
 
 
 def states_of_nodes(t):
-    """A recurrent state for each of `t` nodes begins with zeros that all examples share."""
+    """Return a model with a recurrent state for each of `t` nodes. All examples share the first state of zeros."""
 
     def loss(p, b):
         def one(x):
@@ -72,7 +72,7 @@ def states_of_nodes(t):
 
 
 def slots(t):
-    """The first slots are constants, and attend to the inputs of each example."""
+    """Return a model whose first slots are constants that attend to the inputs of each example."""
     first = jnp.asarray(np.random.default_rng(3).normal(size=(t, D)))
 
     def loss(p, b):
@@ -93,7 +93,7 @@ def scaled_ones(t):
 
 
 def constants_over_heads(t):
-    """A product of constants is broadcast over `t` heads."""
+    """Return a model that broadcasts a product of constants over `t` heads."""
     basis = jnp.asarray(np.random.default_rng(4).normal(size=(3, D)))
 
     def loss(p, b):
@@ -105,7 +105,7 @@ def constants_over_heads(t):
 
 
 def batch_ensemble(t):
-    """`t` members share a kernel, and have vectors of their own in front and behind."""
+    """Return a model of `t` members that share a kernel. Each has its own vectors before and after the kernel."""
 
     def loss(p, b):
         x = b["x"][:, None] * p["r"]
@@ -116,7 +116,7 @@ def batch_ensemble(t):
 
 
 def time_major(t):
-    """Layers see `[time, n, features]`, with a scale and a shift."""
+    """Return a model whose layers see `[time, n, features]`, with a scale and a shift."""
 
     def loss(p, b):
         x = jnp.swapaxes(b["x"], 0, 1)
@@ -137,7 +137,7 @@ def attention(t):
 
 
 def one_by_one(t):
-    """Examples one after the other, each with `t` positions, and vectors."""
+    """Return a model that maps over single examples with `t` positions, a scale, a shift and a table."""
 
     def loss(p, b):
         def one(x):
@@ -150,7 +150,7 @@ def one_by_one(t):
 
 
 def in_chunks(t):
-    """Two examples at a time."""
+    """Return a model that maps over pairs of examples."""
 
     def loss(p, b):
         def some(x):
@@ -162,7 +162,7 @@ def in_chunks(t):
 
 
 def rows_of_all(t):
-    """Positions and examples on one axis."""
+    """Return a model with positions and examples on the same axis."""
 
     def loss(p, b):
         h = jnp.tanh((b["x"].reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
@@ -172,7 +172,7 @@ def rows_of_all(t):
 
 
 def other_rows_of_all(t):
-    """Examples faster than positions."""
+    """Return a model with positions and examples on the same axis, where examples vary faster."""
 
     def loss(p, b):
         h = jnp.tanh((b["x"].swapaxes(0, 1).reshape(-1, D) @ p["w"]) * p["scale"] + p["shift"])
@@ -191,7 +191,7 @@ MODELS = (
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("model", MODELS)
 def test_statistics_are_those_of_each_example_alone(model, length):
-    alone = model is not batch_ensemble  # of one example brute force sees no vectors there
+    alone = model is not batch_ensemble  # brute force on a single example sees no vectors there
     check(Specimen(model.__name__, "", lambda: model(length), alone=alone, gradient=GRADIENT.get(model, ())))
 
 
@@ -213,7 +213,7 @@ def test_examples_in_chunks_are_those_of_the_batch(length):
 @pytest.mark.parametrize("model", [rows_of_all, other_rows_of_all, time_major, attention])
 @pytest.mark.parametrize("length", [LENGTHS[-1], *LENGTHS[:-1]])
 def test_moments_and_thinned_statistics_are_those_of_examples(model, length):
-    """Every second example is as good as these alone; moments are those of brute force."""
+    """Check that thinned statistics match the statistics of every second example alone. Also check moments."""
     loss, params, batch = model(length)
     layers = kfac.find_layers(loss, params, batch)
     assert all(layer.supports_ekfac for layer in layers if layer.kind == "dense")
@@ -235,7 +235,7 @@ def test_layers_are_the_same_for_a_batch_of_one():
         assert layers == kfac.find_layers(loss, params, jax.tree.map(lambda x: x[:1], batch)), model.__name__
 
 
-# -- what the batch is -------------------------------------------------------------------------------------------------
+# -- finding the batch -------------------------------------------------------------------------------------------------
 
 
 def weights():
@@ -309,7 +309,7 @@ def test_batch_argnums_are_checked():
     assert kfac.find_layers(loss, weights(), x, x[:, :2], batch_argnums=(1, -1)).batch_argnums == (1, 2)
 
 
-# -- what is chosen, and lengths that agree by chance ------------------------------------------------------------------
+# -- rows that the data choose, and lengths that agree by chance -------------------------------------------------------
 
 N6, DIM, WIDE = 6, 4, 5
 
@@ -410,7 +410,10 @@ def test_of_two_lengths_none_is_assumed():
 
 
 def test_running_averages_before_the_batch_are_not_tried_one_by_one():
-    """Each trial is a trace of the loss, and a residual network has a hundred averages."""
+    """Check that averages before the batch are not tried separately.
+
+    Each trial traces the loss, and a residual network has a hundred averages.
+    """
     traces = []
 
     def loss(p, stats, x, y):

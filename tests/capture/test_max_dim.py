@@ -1,6 +1,6 @@
-"""Factors above a bound are kept as diagonal blocks of the whole factors, in every kind of layer.
+"""Check that factors above a bound are replaced by their diagonal blocks, in every kind of layer.
 
-Some tests set a threshold inside `_capture.find_layers`, so that a small table is a vocabulary.
+Some tests lower a threshold inside `_capture.make_layers`, so that a small table counts as a vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
 def loss(p, tokens, images, t):
-    """Embedding, dense with a bias, dense without, convolution, grouped convolution, experts, scan."""
+    """Return the loss of a network with a table, dense layers, convolutions, experts and a scan."""
     x = jnp.tanh(p["table"][tokens])
     x = jnp.tanh(x @ p["dense"]["w"] + p["dense"]["b"])
     x = jnp.tanh(jnp.einsum("ntd,dhk->nthk", x, p["heads"]))
@@ -80,7 +80,10 @@ def test_blocks_are_those_of_the_whole_factor(x64, max_factor_dim):
 
 
 def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
-    """From 256 rows on, and not where the other side is that of a head with few outputs; each with exact statistics."""
+    """Check that oblong dense kernels are cut from 256 rows on, and that each piece has exact statistics.
+
+    A kernel stays whole if its shorter side is a head with few outputs.
+    """
 
     def loss(p, x, images):
         x = jnp.tanh(jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"])
@@ -103,7 +106,7 @@ def test_oblong_dense_kernels_are_cut_into_square_pieces_by_default(x64):
         expected = blocks_on_the_diagonal(np.asarray(getattr(whole[name], side)), count)
         np.testing.assert_allclose(getattr(found[name], side), expected, rtol=1e-9, atol=1e-12)
     (alone,) = kfac.find_layers(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((257, 30)), jnp.ones((N, 257)))
-    assert alone.num_blocks == (1, 1)  # nine times as long
+    assert alone.num_blocks == (1, 1)  # it would need nine pieces
 
 
 @pytest.mark.parametrize(("shape", "pieces"), [((2100, 64), 8), ((2100, 10), 1), ((64, 2100), 8), ((250, 16), 1)])
@@ -117,7 +120,7 @@ def test_very_oblong_kernels_have_eight_pieces_but_heads_stay_whole(shape, piece
 
 @pytest.mark.parametrize(("shape", "pieces"), [((1020, 255), 1), ((255, 1020), 1), ((256, 1024), 4), ((1024, 256), 4)])
 def test_kernels_that_examples_read_at_several_positions_are_cut_from_1024_rows_on(shape, pieces):
-    """At a single position, each of them has four pieces."""
+    """Check kernels with several positions. At a single position, each of them has four pieces."""
 
     def loss(w, x):
         return jnp.mean(jnp.square(x @ w))
@@ -137,7 +140,10 @@ def test_with_the_reduce_setting_positions_do_not_count():
 
 
 def test_a_kernel_keeps_its_cut_if_its_positions_are_known_only_later(x64):
-    """A batch size in the loss hides the number of examples from `find_layers`. Other shapes change the positions."""
+    """Check that a kernel keeps its cut if its positions become known or change after `find_layers`.
+
+    A batch size in the loss hides the number of examples from `find_layers`.
+    """
 
     def fixed(w, x):
         return jnp.sum(jnp.tanh(x.reshape(16, 300) @ w) ** 2) / 16
@@ -190,7 +196,7 @@ def test_the_table_and_the_plan_show_it():
 
 
 def dense(kind, a, g, v, damping):
-    """The preconditioned piece, by a solve with its damped Kronecker product."""
+    """Return the preconditioned piece by a dense solve with its damped Kronecker product."""
     if isinstance(kind, kfac.Cholesky):
         pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g))) if np.trace(a) * np.trace(g) else 1.0
         a, g = a + pi * np.sqrt(damping) * np.eye(len(a)), g + np.sqrt(damping) / pi * np.eye(len(g))
@@ -201,7 +207,10 @@ def dense(kind, a, g, v, damping):
 @pytest.mark.slow
 @pytest.mark.parametrize(("preconditioner", "rows"), [(kfac.Cholesky(), 3), (kfac.Eigh(), 3), (kfac.EKFAC(), 8192)])
 def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, rows, monkeypatch):
-    """Each piece of a kernel has one block of `A` and one of `G`, and its own `pi`: `rows` of one along a diagonal."""
+    """Check each piece of a kernel against a dense solve with the piece's own blocks and `pi`.
+
+    A piece has at most `rows` rows along a diagonal factor.
+    """
     monkeypatch.setattr("kfac._capture.make_layers.ROWS", rows)
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_factor_dim=4)
@@ -242,7 +251,7 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, ro
 
 
 def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
-    """A kernel whose factor is cut in two trains as two kernels side by side do."""
+    """Check that a kernel whose factor is cut in two trains like two separate kernels."""
     x, w = normal(0, 16, 6), {"w": normal(1, 6, 4)}
     halves = {"a": w["w"][:3], "b": w["w"][3:]}
 
@@ -273,7 +282,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
 
 
 def test_a_table_that_is_the_head_too(x64, monkeypatch):
-    """Its two uses are brought together as those of whole factors are, before they are cut."""
+    """Check that the two uses are combined as whole factors before they are cut."""
     monkeypatch.setattr("kfac._capture.make_layers.ROWS", 3)
     params, batch = tied_parameters(1, 6, 9, 4), tied_batch(0)
     whole = run(tied_loss, params, (batch,))[2]
@@ -287,7 +296,10 @@ def test_a_table_that_is_the_head_too(x64, monkeypatch):
 
 @pytest.mark.slow
 def test_no_kernel_that_is_cut_goes_further_than_it_would_whole(x64):
-    """Nor less far than by the root of the number of its pieces."""
+    """Check that a kernel that is cut moves at most as far as the whole kernel.
+
+    It must also move at least this distance divided by the square root of the piece count.
+    """
     params, batch = problem(jnp.float64)
     layers = kfac.find_layers(loss, params, *batch, max_factor_dim=4)
     tx = kfac.kfac(0.1, layers)

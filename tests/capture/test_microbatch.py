@@ -1,4 +1,4 @@
-"""Accumulation over micro-batches, and statistics under `pmap` and `shard_map`: each part exact by itself."""
+"""Check that each part is exact by itself: micro-batches, and devices under `pmap` and `shard_map`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_batch_arguments_counted_from_the_end(x64):
 
 
 def test_low_precision_results_are_averaged_in_float32():
-    """Beside a gradient of 256, a sum in bfloat16 would not see any of 1."""
+    """Check an average with gradients 256 and 1, because a sum in bfloat16 would lose every 1."""
     params = {"w": jnp.zeros((2, 1), jnp.bfloat16)}
 
     def linear(p, x):
@@ -147,7 +147,7 @@ def test_what_cannot_be_split_or_averaged_is_an_error():
 
 
 def test_unequal_leading_axes_are_an_error():
-    """Both divide, but part `k` of one would not belong to part `k` of the other."""
+    """Check lengths that the number of parts divides, but whose parts do not belong together."""
     params, (x, t) = problem(np.float32)
     fn = function(params, (x, t))
     with pytest.raises(ValueError, match="different lengths 12, 8"):
@@ -156,7 +156,10 @@ def test_unequal_leading_axes_are_an_error():
 
 @pytest.mark.slow
 def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
-    """Where it is not said what is split it is the first argument after the parameters, and nothing else is as long."""
+    """Check that only the first argument after the parameters is split by default.
+
+    Another argument of the same length is an error unless `batch_argnums` names the split arguments.
+    """
     params, (x, t) = problem()
     fn = function(params, (x, t))
     words = r"argument 1 is split along its leading axis of length 12, and argument {} is as long.*batch_argnums=1"
@@ -168,13 +171,13 @@ def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
     def with_others(p, batch, offsets, key):
         return loss(p, *batch) + jnp.sum(offsets) + jax.random.normal(key)
 
-    others = jnp.arange(12.0), jax.random.PRNGKey(0)  # one is as long, and of no example
+    others = jnp.arange(12.0), jax.random.PRNGKey(0)  # the first is as long as the batch, but is not data
     layers = kfac.find_layers(with_others, params, (x, t), *others)
     assert layers.batch_argnums == (1,)
     fn = kfac.value_and_grad(with_others, layers)
     found = compiled(kfac.microbatch(fn, 4, batch_argnums=1))(params, (x, t), *others)
     assert_equal(found, compiled(fn)(params, (x, t), *others))
-    compiled(kfac.microbatch(fn, 2))(params, jax.tree.map(lambda a: a[:2], (x, t)), *others)  # a key is no batch
+    compiled(kfac.microbatch(fn, 2))(params, jax.tree.map(lambda a: a[:2], (x, t)), *others)  # a key is not a batch
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
@@ -222,12 +225,15 @@ def test_loss_gradients_and_factors_are_the_devices_own(mapped, count):
         (lambda y: jax.lax.pmean(jnp.mean(y), "devices"), True),
         (lambda y: 0.5 * jax.lax.psum(jnp.mean(y), "devices") / 4 + 1.0, True),
         (lambda y: jnp.mean(y) + jax.lax.stop_gradient(jax.lax.pmean(jnp.mean(y), "devices")), False),
-        (lambda y: jnp.mean((y - jax.lax.pmean(jnp.mean(y, 0), "devices")) ** 2), False),  # as of batch norm
+        (lambda y: jnp.mean((y - jax.lax.pmean(jnp.mean(y, 0), "devices")) ** 2), False),  # as in batch norm
     ],
     ids=["mean", "sum", "metric", "statistics"],
 )
 def test_an_average_over_devices_is_no_loss(average, refused, measure):
-    """It is not that of the device's own examples, and its gradient is added up once more."""
+    """Check that a loss may not be an average over devices.
+
+    It would not be the loss of the device's own examples, and its gradient would be summed over devices once more.
+    """
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 4, 3, 5, dtype=np.float32)
     layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x[0])
     fn = measure(lambda p, x: average((x @ p["w"]) ** 2), layers)
@@ -250,7 +256,7 @@ def test_an_average_over_devices_is_no_loss(average, refused, measure):
     ids=["remat", "beside a metric", "of each example"],
 )
 def test_no_way_of_averaging_hides_it_from_shard_map(average, measure):
-    """There the loss says that it does not differ between devices."""
+    """Check that `shard_map` reveals every kind of average, because the loss's type does not vary over devices."""
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
     layers = kfac.find_layers(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x)
     fn = measure(lambda p, x: average((x @ p["w"]) ** 2), layers)
@@ -262,7 +268,10 @@ def test_no_way_of_averaging_hides_it_from_shard_map(average, measure):
 
 @pytest.mark.slow
 def test_the_loss_of_a_training_step_is_the_devices_own():
-    """And its gradient is averaged once: parameters become those of one device with the whole batch."""
+    """Check that the loss is the device's own and that its gradient is averaged once.
+
+    The parameters must match the parameters of one device with the whole batch.
+    """
     params, x = {"w": normal(0, 5, 2, dtype=np.float32)}, normal(1, 8, 5, dtype=np.float32)
 
     def square(p, x):

@@ -1,4 +1,4 @@
-"""Where `num_examples=` is asked for, giving it leads to right statistics; and errors that name the leaf."""
+"""Check that `num_examples=` gives right statistics wherever an error asks for it, and that errors name the leaf."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def constant_tangent_of_one():
 
 
 def capacity():
-    """Seven rows of six examples go through the experts."""
+    """Return a model whose experts see seven rows for six examples."""
 
     def loss(p, b):
         there = jax.nn.softmax(
@@ -79,7 +79,7 @@ def capacity():
 
 
 def graphs():
-    """Twenty nodes of six graphs."""
+    """Return a model of twenty nodes in six graphs."""
     owner = np.sort(np.random.default_rng(0).integers(0, N, 20))
 
     def loss(p, b):
@@ -118,7 +118,7 @@ def penalised_tokens():
     ],
 )
 def test_num_examples_leads_on(build, alone):
-    """Statistics are those of brute force if it is given, whether or not it need be."""
+    """Check that statistics match brute force with `num_examples=`, even if it is not needed."""
     loss, params, batch = build()
     layers = kfac.find_layers(loss, params, batch)
     fn = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N), compiler_options=FAST)
@@ -126,9 +126,7 @@ def test_num_examples_leads_on(build, alone):
     case = Specimen("", "", build, penalised=build is penalised_tokens)
     compare(layers, *fn(params, batch), expected, case)
     assert sum(layer.kind == "dense" for layer in layers) >= 2
-    assert not any(
-        layer.kind == "gradient-factors" for layer in layers
-    )  # a bias of a kernel meets the rows of the kernel
+    assert not any(layer.kind == "gradient-factors" for layer in layers)  # a kernel's bias meets the kernel's rows
 
 
 def test_a_number_that_cannot_be_known_is_asked_for():
@@ -153,7 +151,7 @@ def mean(p, x):
 )
 def test_a_leaf_that_is_no_real_array_is_named(leaf, reason):
     params = {"net": {"w": jnp.ones((D, 2)), "steps": leaf}}
-    if leaf is None:  # no leaf at all
+    if leaf is None:  # None is not a leaf
         assert kfac.find_layers(mean, params, data(0, D)).paths == ("net/w",)
         return
     with pytest.raises(TypeError, match=rf"'net/steps'.*{reason}"):
@@ -170,7 +168,7 @@ class Dropped(nnx.Module):
 
 
 def test_an_nnx_module_as_parameters_is_told_what_to_pass():
-    """It holds more than parameters: the keys and counts of dropout. `nnx.split` takes them apart."""
+    """Check the error for a module, which also holds the keys and counts of dropout. `nnx.split` separates them."""
     model = Dropped(nnx.Rngs(0))
 
     def loss(model, x):
@@ -207,13 +205,13 @@ def test_an_axis_of_one_in_front_is_not_the_examples():
     found = factors_of(loss, normal(1, N, D))
     expected = factors_of(lambda p, x: mean_square(jnp.tanh(x @ p["u"]) @ p["v"]), normal(1, N, D))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, expected)
-    one = normal(1, D)  # a single example without an axis of its own
+    one = normal(1, D)  # a single example without an example axis
     with pytest.raises(ValueError, match="the loss cannot be traced with 8 examples in argument 1"):
         factors_of(loss, one)
     found = factors_of(loss, one, num_examples=1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), found, factors_of(loss, one[None]))
     found = factors_of(lambda p, x: mean_square(x @ p["u"]), normal(1, 1, T, D), params={"u": weights()["u"]})["u"]
-    rows = normal(1, T, D)  # a batch of one
+    rows = normal(1, T, D)  # a batch of one example
     np.testing.assert_allclose(found.A, rows.T @ rows, rtol=1e-10)
 
 
@@ -234,14 +232,17 @@ def test_a_prng_key_is_no_array_of_examples():
 
 @pytest.mark.slow
 def test_some_uses_may_see_fewer_rows_than_there_are_examples():
-    """A boundary beside the interior, and a head on some examples only: positions are a fraction of the examples."""
+    """Check layers that see fewer rows than examples, so that positions are a fraction.
+
+    One loss has a boundary besides the interior. In the other, a head reads only two examples.
+    """
     inside, border = normal(1, N, D), normal(2, N // 2, D)
 
     def loss(p, inside, border):
         return sum(mean_square(kfac.mark_output(jnp.tanh(x @ p["u"]) @ p["v"], "gaussian")) for x in (inside, border))
 
     few, many = (factors_of(loss, inside, border, num_examples=n) for n in (N // 2, N))
-    for name in weights():  # A has 1/n in front, G has n^2: the rows are the same
+    for name in weights():  # the rows are the same, but A has a factor 1/n and G has n^2
         np.testing.assert_allclose(2 * many[name].A, few[name].A, rtol=1e-10)
         np.testing.assert_allclose(many[name].G, 4 * few[name].G, rtol=1e-10)
 
@@ -251,7 +252,7 @@ def test_some_uses_may_see_fewer_rows_than_there_are_examples():
 
     found, x = factors_of(head, inside, num_examples=N)["v"], jnp.tanh(inside @ weights()["u"])[:2]
     np.testing.assert_allclose(found.A, x.T @ x / N, rtol=1e-10)
-    g = x @ weights()["v"]  # of the mean over two rows
+    g = x @ weights()["v"]  # for a mean over two rows
     np.testing.assert_allclose(found.G, g.T @ g * N / (2 / N), rtol=1e-10)
     with pytest.raises(ValueError, match=f"num_examples={N + 1} is more than the {N} position"):
         factors_of(head, inside, num_examples=N + 1)

@@ -1,7 +1,7 @@
 """Check that the installed JAX gives equations the parameters that the package reads.
 
-Tests the inside of `_capture.parameters`. For each primitive whose parameters are read one program is traced, and each
-parameter is compared with the value that the program was written with.
+The tests use the private module `_capture.parameters`. They trace a program for each primitive whose parameters are
+read, and compare each parameter with the value that the program was written with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kfac._capture.parameters import (
 
 PACKAGE = pathlib.Path(kfac.__file__).parent
 JAX = jax.__version_info__
-# Whether the installed JAX has a primitive that other supported versions lack.
+# True if the installed JAX has a primitive that other supported versions lack.
 IN_THIS_JAX = {
     "closed_call": JAX < (0, 11),
     "eval_jaxpr": JAX >= (0, 11),
@@ -49,7 +49,7 @@ IN_THIS_JAX = {
 
 
 def equations(jaxpr):
-    """Yield all equations of a jaxpr, and those of the programs inside them."""
+    """Yield all equations of a jaxpr and its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
@@ -58,7 +58,7 @@ def equations(jaxpr):
 
 
 def traced(primitive, fn, *args):
-    """Return the first equation of a primitive in the program of a function."""
+    """Return a primitive's first equation in a function's program."""
     found = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == primitive]
     assert found, f"the program has no equation {primitive!r}"
     return found[0]
@@ -73,11 +73,11 @@ def numbers(*shape):
 
 @dataclasses.dataclass(frozen=True)
 class Computes:
-    """The truth about a parameter that holds a program: it computes the same as a function.
+    """The expected value of a parameter that holds a program, which must compute the same as a function.
 
     Attributes:
       fn: the function.
-      args: its arguments, for which the program is evaluated, too.
+      args: the arguments for which the function and the program are evaluated.
     """
 
     fn: Callable[..., Any]
@@ -86,7 +86,7 @@ class Computes:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program with an equation of some primitive, and the truth about this equation's parameters."""
+    """A program with a primitive's equation, and this equation's expected parameters."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -101,7 +101,7 @@ def mesh():
 
 
 def inner_programs():
-    """Programs whose equation holds another program."""
+    """Return programs whose equation holds another program."""
     row, other = numbers(4), numbers(4) + 1
 
     def added(a, b):
@@ -146,7 +146,7 @@ def inner_programs():
 
 
 def products():
-    """Programs with a product or a convolution."""
+    """Return programs with a product or a convolution."""
     contracted, batched = ((3,), (3,)), ((0, 2), (0, 1))
 
     def product(x, w):
@@ -164,7 +164,7 @@ def products():
     def convolution(image, kernel):
         return lax.conv_general_dilated(image, kernel, dimension_numbers=("NHWC", "HWIO", "CNHW"), **options)
 
-    # The positions of batch, channels and window. For the kernel they are those of outputs, inputs and window.
+    # The axes of batch, channels and window. For the kernel, the axes of outputs, inputs and window.
     layout = lax.ConvDimensionNumbers(lhs_spec=(0, 3, 1, 2), rhs_spec=(3, 2, 0, 1), out_spec=(1, 0, 2, 3))
     image, kernel = numbers(4, 8, 8, 4), numbers(2, 3, 2, 6)
     groups = lax.RaggedDotDimensionNumbers(
@@ -183,7 +183,7 @@ def products():
 
 
 def indexing():
-    """Programs that read or write entries at given places."""
+    """Return programs that read or write entries at given places."""
     read = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
     written = lax.ScatterDimensionNumbers(
         update_window_dims=(0,), inserted_window_dims=(1,), scatter_dims_to_operand_dims=(1,)
@@ -203,7 +203,7 @@ def indexing():
 
 
 def changes_of_form():
-    """Programs that move entries, but compute nothing."""
+    """Return programs that move entries but compute nothing."""
     cube = numbers(2, 3, 4)
     return {
         "broadcast_in_dim": Case(
@@ -224,7 +224,7 @@ def changes_of_form():
 
 
 def reductions():
-    """Programs that reduce axes of an array, or reduce over devices."""
+    """Return programs that reduce axes of an array or reduce over devices."""
     made = {}
     for name in REDUCTIONS - {"argmax", "argmin"}:
         array = jnp.ones((4, 6, 2), bool if name in ("reduce_and", "reduce_or") else jnp.int32)
@@ -251,7 +251,10 @@ CASES = {**inner_programs(), **products(), **indexing(), **changes_of_form(), **
 
 
 def test_each_parameter_that_is_read_has_a_program():
-    """A new parameter needs a program here."""
+    """Check that the programs contain exactly the parameters that the package reads.
+
+    If the package reads a new parameter, add a program for it.
+    """
     read = set(CALLS.values())
     for path in PACKAGE.rglob("*.py"):
         source = path.read_text()
@@ -262,7 +265,7 @@ def test_each_parameter_that_is_read_has_a_program():
 
 
 def assert_true(eqn, name, truth):
-    """Compare what is read of an equation with the truth, the form included."""
+    """Compare a parameter's value and type with the truth."""
     if isinstance(truth, Computes):
         program = inner_program(eqn, name)
         assert isinstance(program, jex.ClosedJaxpr)
@@ -270,7 +273,7 @@ def assert_true(eqn, name, truth):
         jax.tree.map(np.testing.assert_allclose, list(found), jax.tree.leaves(expected))
         return
     found = parameter(eqn, name)
-    if name in ("in_shardings", "out_shardings"):  # JAX has an object of its own for an array without one
+    if name in ("in_shardings", "out_shardings"):  # JAX has a special object for arrays without a sharding
         found = tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in found)
     assert type(found) is type(truth)
     assert found == truth
@@ -348,12 +351,12 @@ def backwards(w, x, xs):
 
 
 def looks_up(table, x):
-    """Each iteration sees a constant that is as long as the scan."""
+    """Scan with a constant that is as long as the scan."""
     return lax.scan(lambda carry, row: (carry + table[0] * row, table.sum(0) + row), x, table + 1)
 
 
 def carries_what_is_as_long(x, xs):
-    """The carry has the form of an array of slices."""
+    """Scan with a carry that has the shape of the scanned array."""
     return lax.scan(lambda carry, row: (carry * row, carry.sum(0)), x, xs)
 
 
@@ -413,12 +416,15 @@ LOOPS = {
 
 
 def comparable(array):
-    """Return an array of numbers, if need be that of a key."""
+    """Return an array of numbers. For a key, this is the key's data."""
     return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def assert_roles_rebuild(eqn, values):
-    """Evaluate a scan's equation, and a new scan with its body that takes `values` in the roles that were read."""
+    """Check that a new scan with the roles that were read gives the results of a scan's equation.
+
+    The new scan has the equation's body, and takes `values` in these roles.
+    """
     roles, body = scan(eqn), jex.jaxpr_as_fun(inner_program(eqn, "jaxpr"))
     consts, carry, slices = np.split(np.arange(len(values)), [roles.consts, roles.last])
 
@@ -434,7 +440,7 @@ def assert_roles_rebuild(eqn, values):
 
 
 def values_of(eqn):
-    """Make up values for the operands of an equation."""
+    """Make up values for an equation's operands."""
     made = []
     for var in eqn.invars:
         if isinstance(var, jex.Literal):
@@ -480,7 +486,7 @@ def batched(w, x, xs):
 
 @pytest.mark.parametrize("transformed", [summed_jvp, summed_gradient, summed_checkpoint, batched])
 def test_operands_of_scans_that_transformations_make_are_told_apart(transformed):
-    """The scans are rebuilt from what was read, because JAX is free in what it carries here."""
+    """Check scans in transformed programs by rebuilding them, because JAX chooses these scans' operands freely."""
     jaxpr = jax.make_jaxpr(transformed)(SQUARE, A, numbers(4, 3))
     loops = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
     assert loops
@@ -494,7 +500,7 @@ def test_another_equation_has_no_roles():
 
 @pytest.mark.slow
 def test_a_gradient_of_a_scan_inside_a_loss():
-    """On JAX 0.10 the loss has a `closed_call`; its kernel gets a block like any other."""
+    """Check that a kernel gets a block as usual, although the loss has a `closed_call` on JAX 0.10."""
 
     @jax.checkpoint
     def field(w, x):
@@ -510,7 +516,7 @@ def test_a_gradient_of_a_scan_inside_a_loss():
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((gradients, factors)))
 
 
-# -- forms that are not known ------------------------------------------------------------------------------------------
+# -- unknown forms -----------------------------------------------------------------------------------------------------
 
 
 def equation_of(primitive, **params):
@@ -518,7 +524,7 @@ def equation_of(primitive, **params):
 
 
 def refused(primitive, what):
-    """Expect an error that names JAX's version, the primitive and what was found."""
+    """Expect an error that names JAX's version, the primitive and the unexpected form."""
     version = re.escape(jax.__version__)
     return pytest.raises(UnknownEquationError, match=f"JAX {version} gives the primitive '{primitive}' {what}")
 

@@ -1,6 +1,6 @@
-"""Parameters in several places, parts of one parameter, kernels read backwards, and numbers that cross a boundary.
+"""Test kernels with several uses, parts of a parameter, kernels read backwards, and scaled kernels.
 
-Some tests set thresholds inside `_capture` and `_statistics`, so that small arrays take the way of large ones.
+Some tests set thresholds inside `_capture` and `_statistics`, so that small arrays are treated like large arrays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(model, params, batch, loss=None, **options):
 
 @pytest.mark.slow
 def test_recurrent_kernels_of_a_loop_and_of_a_scan(x64):
-    """Both kernels of a recurrent cell, with their bias: as many uses as there are steps."""
+    """Check both kernels of a recurrent cell and their bias. They have as many uses as the loop has steps."""
 
     def cell(p, h, x):
         return jnp.tanh(h @ p["h"]["w"] + x @ p["x"]["w"] + p["x"]["b"])
@@ -73,7 +73,7 @@ def test_recurrent_kernels_of_a_loop_and_of_a_scan(x64):
         return mean_loss(h, t)
 
     params, batch = drawn(h={"w": (4, 4)}, x={"w": (D, 4), "b": (4,)}), sequences()
-    # h @ w + x @ w + b: the bias belongs to neither product alone, so its gradients stand by themselves.
+    # In h @ w + x @ w + b, the bias belongs to neither product alone, so it has a block of its own.
     for loss in (unrolled, scanned):
         layers, _, factors = run(loss, params, batch)
         known = truth(reference, params, batch)
@@ -86,7 +86,7 @@ def test_recurrent_kernels_of_a_loop_and_of_a_scan(x64):
 
 
 def test_a_detection_head_over_scales(x64):
-    """One convolution with its bias over feature maps of several sizes, each with positions of its own."""
+    """Check a convolution with a bias over feature maps of several sizes, each with its own positions."""
 
     def model(hook, p, x, t):
         total = 0.0
@@ -111,7 +111,7 @@ def test_a_detection_head_over_scales(x64):
 
 
 def stack_of_blocks(hook, p, x, t):
-    """Unrolled layers that take their own part of every stacked leaf."""
+    """Compute unrolled layers that each take their own part of every stacked leaf."""
     for k in range(3):
         y = hook.layer(f"dense[{k}]", x, x @ p["dense"]["w"][k] + p["dense"]["b"][k], bias=True)
         x = x + (jnp.tanh(y) * p["norm"]["scale"][k] + p["norm"]["shift"][k])
@@ -146,7 +146,10 @@ FUSED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("spelling", FUSED)
 def test_a_fused_projection_that_is_split(x64, spelling):
-    """Query, key and value in one leaf, cut before the products: a copy for each, of a factor A that is the same."""
+    """Check query, key and value in a leaf that is cut before the products.
+
+    Each part is a copy with its own factors. All copies have the same factor A.
+    """
 
     def model(hook, p, x, t, cut=lambda w: jnp.split(w, 3, axis=-1)):
         kernels, biases = cut(p["qkv"]["w"]), cut(p["qkv"]["b"])
@@ -166,7 +169,7 @@ def test_a_fused_projection_that_is_split(x64, spelling):
 
 
 def test_parts_read_at_different_numbers_of_positions(x64):
-    """One part three times, one once for the whole sequence, one never."""
+    """Check a part with two uses at single positions, a part that the whole sequence uses, and an unused part."""
 
     def model(hook, p, x, t):
         y = hook.layer("w[0]", x[:, 0], x[:, 0] @ p["w"][0])
@@ -187,7 +190,7 @@ def test_parts_read_at_different_numbers_of_positions(x64):
 
 
 def test_parts_with_reduced_or_diagonal_factors(x64):
-    """As in a scan over the same stack."""
+    """Check that an unrolled loop over a stack gives the factors of a scan over the stack."""
     options = dict(kfac_reduce=("b",), max_factor_dim=D - 1)
 
     def scanned(p, x, t):
@@ -206,7 +209,7 @@ def test_parts_with_reduced_or_diagonal_factors(x64):
 
 
 def test_scans_over_parts_of_a_stack(x64):
-    """Two stages of two layers each in one leaf, the last layers first."""
+    """Check two scans over two layers each. Both stages are parts of a leaf that has the last layers first."""
 
     def loss(p, x, t):
         for stage in jnp.split(p["w"][::-1], 2):
@@ -246,7 +249,11 @@ def test_parts_of_convolutions_and_of_tables(x64):
 
 
 def test_a_table_of_positions_longer_than_the_sequence(x64):
-    """Its rows beyond the sequence have no gradient; a part that is read twice is summed before it is squared."""
+    """Check a table of positions that is longer than the sequence.
+
+    The rows beyond the sequence have no gradient. If a part is read twice, its gradients are summed before they are
+    squared.
+    """
 
     def loss(p, x, t):
         x = jnp.tanh((x + p["positions"][:T]) @ p["w"])
@@ -268,7 +275,7 @@ def test_a_table_of_positions_longer_than_the_sequence(x64):
 
 
 def test_a_stacked_scale_that_a_scan_iterates_over_and_others_read(x64):
-    """Its uses are summed for each example, wherever they are, before they are squared."""
+    """Check that the gradients of all uses are summed for each example before they are squared."""
 
     def body(p, x, scale):
         return jnp.sin(x * scale + p["scale"][0])
@@ -298,7 +305,7 @@ def test_a_part_that_is_a_scale_has_no_exact_rows():
 
 
 def test_kernels_and_biases_read_backwards(x64):
-    """A bias that runs against its kernel stands by itself."""
+    """Check that a bias gets a separate block if its order is opposite to its kernel's."""
 
     def model(hook, p, x, t):
         x = jnp.tanh(hook.layer("w", x[..., ::-1], x @ p["w"][::-1]))
@@ -317,7 +324,7 @@ def test_kernels_and_biases_read_backwards(x64):
 
 
 def test_copies_read_backwards(x64):
-    """Kernels of one product that are read in reverse order, inside a scan that reads its own backwards, too."""
+    """Check a product that reads its kernels in reverse order, inside a scan that also reads its kernels in reverse."""
 
     def loss(p, x):
         def layer(x, w):
@@ -341,7 +348,7 @@ def test_copies_read_backwards(x64):
     ids=["offsets", "patches", "reduce and diagonal"],
 )
 def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):
-    """The statistics of a flipped kernel are those of the kernel as it is used, read backwards."""
+    """Check that a flipped kernel has the statistics of the kernel that is used, in reverse order."""
     monkeypatch.setattr(kfac._statistics.convolution, "FEW_CHANNELS", few)
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", 13)
 
@@ -366,7 +373,7 @@ def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):
 
 
 def test_transposed_convolutions_with_a_transposed_kernel(x64):
-    """`transpose_kernel=True` flips the window and exchanges the channels."""
+    """Check `transpose_kernel=True`, which flips the window and exchanges the channels."""
     options = dict(dimension_numbers=NHWC, transpose_kernel=True)
 
     def model(hook, p, x, t):
@@ -383,7 +390,7 @@ def test_transposed_convolutions_with_a_transposed_kernel(x64):
     assert kinds(layers) == {"w": "conv"}
 
 
-# -- numbers that cross a boundary -------------------------------------------------------------------------------------
+# -- scaled kernels that cross a boundary ------------------------------------------------------------------------------
 
 
 def scaled_inside(p, x):
@@ -431,7 +438,7 @@ def test_numbers_times_kernels_across_boundaries(x64):
 
 @pytest.mark.slow
 def test_numbers_times_kernels_that_enter_scans(x64):
-    """As constants, as what is scanned over, and carried along."""
+    """Check scaled kernels that a scan reads as constants, scans over, and carries along."""
 
     def loss(p, x, t):
         def body(carry, each):

@@ -1,4 +1,4 @@
-"""`fisher="sampled"`: the mean of many draws against the exact Fisher matrix's factors, in closed form."""
+"""Compare the mean of many `fisher="sampled"` draws with the exact Fisher factors in closed form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N, T, D, HIDDEN, OUT = 6, 3, 5, 4, 3
 
 
 def exact_factors(model, likelihood, params, x, n):
-    """`A` and `G` by layer, `F` by vector, expected over the targets that `model(hook, params, x)` predicts."""
+    """Return `A` and `G` by layer and `F` by vector, as expectations over the targets that the model predicts."""
     recorder = Hook()
     jax.eval_shape(lambda params, x: model(recorder, params, x), params, x)
     zeros = {key: np.zeros(*entry) for key, entry in recorder.shapes.items()}
@@ -70,7 +70,7 @@ def network(hook, p, x):
 
 
 def mixing(hook, p, x):
-    """Tokens see each other, and one prediction is made for each example."""
+    """Mix the tokens of each example, and predict once for each example."""
     x = network(hook, p, x)
     return x.mean(1) + 0.5 * jnp.tanh(x[:, 0] * x[:, -1])
 
@@ -103,7 +103,7 @@ def compiled(fn):
 
 
 def many(fn, params, *args, draws, key=0):
-    """Mean and standard error of the factors over so many keys."""
+    """Return the mean and the standard error of the factors over `draws` keys."""
     keys = jax.random.split(jax.random.key(key), (draws // 100, 100))
 
     @compiled
@@ -122,7 +122,7 @@ def many(fn, params, *args, draws, key=0):
 
 
 def assert_within(found, expected, sigmas=5.0):
-    """Every entry within so many standard errors of its expectation, and these small enough to tell something."""
+    """Check that entries are within `sigmas` standard errors of their expectations, and that the errors are small."""
     mean, error = found
     scale = np.max(np.abs(expected))
     assert np.all(np.abs(mean - expected) <= sigmas * error + 1e-9 * scale)
@@ -148,7 +148,10 @@ def test_the_mean_of_many_draws_is_the_exact_fisher(x64, likelihood):
 
 
 def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(x64):
-    """Of vectors the gradients of whole sequences are squared, whose tokens have targets of their own."""
+    """Check a loss over tokens with their own targets.
+
+    For vectors, the gradients of a sequence are summed before they are squared.
+    """
     params, x = parameters(), normal(9, N, T, D)
     loss = loss_of(network, "categorical")
 
@@ -157,7 +160,7 @@ def test_the_loss_is_a_mean_over_tokens_unless_the_user_says_otherwise(x64):
 
     found = many(function(loss, params, x), params, x, draws=3000)
     assert_unbiased(found, exact_factors(by_token, "categorical", params, x, N * T))
-    # With n = N the log-likelihood of an example is the sum over its tokens, and they are positions.
+    # With n = N, an example's log-likelihood is the sum over its tokens, so the tokens are positions.
     found = many(function(loss, params, x, num_examples=N), params, x, draws=3000)
     assert_unbiased(found, exact_factors(network, "categorical", params, x, N))
 
@@ -170,7 +173,7 @@ def test_one_prediction_for_many_positions(x64):
 
 @pytest.mark.slow
 def test_the_gradients_own_factors_are_not_drawn(x64):
-    """A leaf without exact rows is not in the factors, whatever the targets."""
+    """Check that a leaf without exact rows is not in the factors."""
     params, x = {"w": normal(0, D, OUT), "temperature": jnp.ones(())}, normal(9, N, D)
 
     def loss(p, x):
@@ -224,7 +227,7 @@ def test_loss_and_gradients_are_those_of_the_loss(likelihood, dtype):
         assert found.dtype == other.dtype
         assert relative_error(found, np.asarray(other, np.float64)) <= tolerance
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(factors))
-    # The mark changes neither value nor gradient.
+    # The mark must change neither the value nor the gradient.
     plain = compiled(jax.value_and_grad(lambda p, x: _without_mark(loss, p, x)))(params, x)
     jax.tree.map(np.testing.assert_array_equal, plain, expected)
 
@@ -246,7 +249,7 @@ def test_the_same_key_draws_the_same_targets():
 
 
 def differ(a, b):
-    """Whether every `G` does; `A` knows no targets."""
+    """Return whether every `G` differs. `A` does not depend on the targets."""
     return all(not np.allclose(a[name].G, b[name].G, rtol=1e-3) for name in a if hasattr(a[name], "G"))
 
 
@@ -261,12 +264,12 @@ def test_auxiliary_results_and_other_keywords():
     fn = jax.jit(kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled"))
     (value, aux), _, factors = fn(params, x, scale=3.0, fisher_key=jax.random.key(0))
     np.testing.assert_allclose(aux["twice"], 2 * value, rtol=1e-6)
-    # What is drawn does not depend on the loss.
+    # The drawn targets do not depend on the loss.
     _, _, one = fn(params, x, scale=1.0, fisher_key=jax.random.key(0))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), factors, one)
 
 
-# -- where a mark may stand --------------------------------------------------------------------------------------------
+# -- places for a mark -------------------------------------------------------------------------------------------------
 
 
 def _plain(p, x):
@@ -300,7 +303,7 @@ def _cast(p, x):
 
 
 def _in_a_jitted_gradient(p, x):
-    # A loss that uses a gradient of its own: the mark lies in a differentiated function.
+    # This loss uses a gradient of its own, so the mark is in a differentiated function.
     z, pull = jax.vjp(lambda z: kfac.mark_output(z, "categorical"), _plain(p, x))
     return z + 0 * pull(jnp.ones_like(z))[0]
 
@@ -327,7 +330,7 @@ def test_a_mark_is_found_and_the_draws_are_the_same(marked):
 
 @pytest.mark.slow
 def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
-    """Each iteration is a part of the predictions and draws for itself; `n` counts all of them."""
+    """Check a scan whose iterations draw the targets of their own parts. `n` must count all parts."""
     params, x = {"w": normal(0, D, HIDDEN), "out": normal(1, HIDDEN, OUT)}, normal(9, T, N, D)
 
     def loss(p, x):
@@ -346,7 +349,7 @@ def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
     fn = function(loss, params, x)
     found = many(fn, params, x, draws=3000)
     assert_unbiased(found, exact_factors(model, "categorical", params, x, N * T))
-    # With the same examples in each iteration, the draws differ: the mean over iterations varies less.
+    # If all iterations have the same examples, their draws still differ, so the mean over iterations varies less.
     same = jnp.broadcast_to(x[:1], x.shape)
     one = function(loss_of(lambda hook, p, x: model(hook, p, x), "categorical"), params, x[0])
     spread, of_one = (
@@ -356,7 +359,7 @@ def test_a_mark_inside_a_scan_over_parts_of_a_sequence(x64):
 
 
 def test_draws_under_another_loss_than_the_likelihood(x64):
-    """The statistics are those of the marked distribution, though the loss be smoothed, weighted and penalised."""
+    """Check that the statistics use the marked distribution, although the loss is smoothed, weighted and penalised."""
     params, x = parameters(), normal(9, N, D)
 
     def loss(p, x):
@@ -373,7 +376,7 @@ def test_draws_under_another_loss_than_the_likelihood(x64):
 
 
 def _same_rows(copies):
-    """The same examples again and again, so that statistics of parts differ by their draws only."""
+    """Return several copies of the same examples, so that the parts' statistics differ only by their draws."""
     return parameters(np.float32), jnp.tile(normal(9, N, D, dtype=np.float32), (copies, 1))
 
 
@@ -445,11 +448,14 @@ def test_sharded_arrays_under_jit_draw_as_one_device_does():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found, expected)
 
 
-# -- how many examples -------------------------------------------------------------------------------------------------
+# -- the number of examples --------------------------------------------------------------------------------------------
 
 
 def test_the_marked_output_tells_the_number_of_examples(x64):
-    """Of what the loss is the mean; an example, whose gradients are squared, is one of the batch."""
+    """Check that the loss is a mean over the marked output's rows.
+
+    For vectors, an example's gradients are still summed before they are squared.
+    """
     params, x = parameters(), normal(9, N, T, D)
     marked, plain = loss_of(network, "categorical"), lambda p, x: _without_mark(loss_of(network, "categorical"), p, x)
 
@@ -603,6 +609,7 @@ def test_the_forward_pass_is_shared_and_statistics_are_collected_once(looped):
         return jnp.mean(jnp.sum(kfac.mark_output(x, "gaussian") ** 2, -1))
 
     program = jax.jit(function(loss, params, x)).lower(params, x, fisher_key=jax.random.key(0)).compile().as_text()
-    # Of a layer: its product forwards; two backwards; of the other backward pass only that on the way; A and G.
+    # A layer needs six products: a forward product, two for the loss's backward pass, one for the other backward pass,
+    # and A and G.
     expected = 6 if looped else 6 * depth - 2  # the first layer needs no gradient of its input
     assert len(re.findall(r" dot\(", program)) == expected

@@ -1,4 +1,4 @@
-"""Losses of several batches: each marked output counts with its weight, in statistics of every kind."""
+"""Check losses of several batches: each marked output counts with its weight, in all kinds of statistics."""
 
 import functools
 
@@ -21,7 +21,7 @@ def float64():
 
 
 def problem():
-    """A trunk and two heads: 96 rows for one, and for the other 32, which count twice."""
+    """Return a trunk and two heads. The small head has 32 rows instead of 96, and its loss counts twice."""
     rng = np.random.default_rng(0)
     shapes = {"large": (8, 4), "small": (8, 3), "trunk": (6, 8)}
     params = {name: jnp.asarray(rng.normal(size=shape) / 2) for name, shape in shapes.items()}
@@ -51,14 +51,14 @@ def loss_fn(params, batch, **options):
 
 
 def truth(params, batch):
-    """Second moments of the gradients of each row, those of the small batch counted twice: from one row at a time."""
+    """Return the second moments of per-row gradients. Rows of the small batch count twice."""
     blocks = {}
     for name, weight in (("large", 1.0), ("small", WEIGHT)):
         pairs = jax.tree.map(lambda x: x[:, None], batch[name])
         of_one = jax.grad(lambda p, pair, name=name: term(p, name, pair, False))
         grads = jax.tree.map(np.asarray, jax.jit(jax.vmap(of_one, (None, 0)))(params, pairs))
         for leaf, g in grads.items():
-            rows = g.reshape(len(g), -1)  # in the order of kron(A, G), as kernels are [d_in, d_out]
+            rows = g.reshape(len(g), -1)  # in the order of kron(A, G), because kernels are [d_in, d_out]
             blocks[leaf] = blocks.get(leaf, 0) + weight * rows.T @ rows / len(rows)
     return blocks
 
@@ -77,13 +77,13 @@ def test_empirical_statistics(scanned):
         x, y = batch[name]
         a = jnp.tanh(x @ params["trunk"])
         error = a @ params[name] - y
-        # The mean of a a^T, and the mean of g g^T, which the weight multiplies.
+        # The weight multiplies the means' product: mean(a a^T) times mean(g g^T).
         product = weight * jnp.kron(a.T @ a / len(a), error.T @ error / len(a))
         np.testing.assert_allclose(dense(factors[name]), product, rtol=1e-9, atol=1e-12)
 
 
 def test_the_small_head_has_the_size_that_it_has():
-    """That of Gauss-Newton."""
+    """Check that the small head's block has the size of the Gauss-Newton matrix."""
     params, batch = problem()
 
     def size(fisher, **options):
@@ -110,12 +110,12 @@ def test_without_marks_the_message_says_to_mark(given, apart):
     with pytest.raises(ValueError, match=r"(?s)may be the 96 .* or the 32 .*Mark the output of each batch") as error:
         jax.eval_shape(kfac.value_and_grad(joined, layers, **given), params, *args)
     assert ("belongs in an argument of its own" in str(error.value)) == (not apart)
-    assert "batch_argnums=" not in str(error.value)  # which is said already
+    assert "batch_argnums=" not in str(error.value)  # the argument is given already
 
 
 @pytest.mark.parametrize("first", ["large", "small"])
 def test_a_second_batch_without_marks_has_no_rows(first):
-    """As an argument of its own: nobody knows how many times the loss has it."""
+    """Check a second batch as an argument of its own. Its weight in the loss is unknown."""
     params, batch = problem()
     second = "small" if first == "large" else "large"
     layers = kfac.find_layers(
@@ -131,7 +131,7 @@ def test_a_second_batch_without_marks_has_no_rows(first):
 
 
 def test_two_batches_of_one_length_have_rows_where_both_are_named():
-    """As of a discriminator, which sees real examples and others."""
+    """Check a discriminator's loss of real examples and equally many other examples."""
     params, batch = problem()
     x = batch["large"][0]
 
@@ -146,7 +146,7 @@ def test_two_batches_of_one_length_have_rows_where_both_are_named():
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_penalty_of_products_with_a_constant(marked):
-    """It is named where it takes a layer's rows, and has rows of its own where it is marked."""
+    """Check that a layer's note mentions a penalty without a mark, and that a marked penalty has its own rows."""
     params, batch = problem()
 
     def loss(p, x):
@@ -165,7 +165,7 @@ def test_a_penalty_of_products_with_a_constant(marked):
 @pytest.mark.slow
 @pytest.mark.parametrize("laplacian", ["nested", "hessian", "jacfwd"])
 def test_a_differential_equation_and_its_boundary(laplacian):
-    """Kernels have exact rows of both batches, and of the constant tangents of the first."""
+    """Check that kernels have exact rows from both batches, and from the first batch's constant tangents."""
     inner, edge = (jnp.asarray(np.random.default_rng(k).normal(size=(n, 2))) for k, n in ((1, 12), (2, 5)))
     keys = jax.random.split(jax.random.key(0), 2)
     params = {
@@ -196,15 +196,15 @@ def test_a_differential_equation_and_its_boundary(laplacian):
     assert kinds == {"a/w": "dense", "out": "dense", "a/b": "gradient-factors" if laplacian == "hessian" else "dense"}
     measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=12)
     factors = jax.jit(measure, compiler_options=FAST)(params, points, fisher_key=jax.random.key(0))[2]
-    if laplacian != "hessian":  # the last kernel reads activations on the boundary, and their second tangents inside
+    if laplacian != "hessian":  # the last kernel reads activations on the boundary and second tangents inside
         w, edge, h = params["a"]["w"], jnp.tanh(edge @ params["a"]["w"]), jnp.tanh(inner @ params["a"]["w"])
-        pairs = [(j, k) for j in (0, 1) for k in (0, 1) if j == k or laplacian == "jacfwd"]  # of which it takes a trace
+        pairs = [(j, k) for j in (0, 1) for k in (0, 1) if j == k or laplacian == "jacfwd"]  # jacfwd makes all pairs
         rows = jnp.concatenate([edge, *(-2 * h * (1 - h**2) * w[j] * w[k] for j, k in pairs)])
         np.testing.assert_allclose(factors["out"].A, rows.T @ rows / 12, rtol=1e-9, atol=1e-12)
 
 
 def test_weights_are_of_all_that_the_loss_has():
-    """What no mark reaches would have no statistics."""
+    """Check the error if a part of the loss has no mark, because this part would have no statistics."""
     params, batch = problem()
 
     def loss(params, batch):
@@ -218,7 +218,7 @@ def test_weights_are_of_all_that_the_loss_has():
 
 
 def same_heads(params, batch):
-    """Both terms read the same kernels; the second has no mark."""
+    """Return a loss with two terms that read the same kernels. The second term has no mark."""
     first, second = batch["large"], (batch["small"][0], batch["large"][1][:SMALL])
     return term(params, "large", first) + WEIGHT * term(params, "large", second, False)
 
@@ -231,7 +231,7 @@ def second_marked(params, batch):
 
 @pytest.mark.parametrize("loss", [functools.partial(loss_fn, marked=False), second_marked, same_heads])
 def test_a_closure_of_two_batches_is_not_counted_as_one(loss):
-    """With `num_examples=`, or that of the one marked output."""
+    """Check the error for a second batch in a closure, with `num_examples=` or with a single marked output."""
     params, batch = problem()
     closed, given = lambda p: loss(p, batch), None if loss is second_marked else LARGE
     layers = kfac.find_layers(closed, params)
@@ -241,7 +241,7 @@ def test_a_closure_of_two_batches_is_not_counted_as_one(loss):
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_constant_batch_beside_the_data(marked):
-    """Marked, its rows count; without a mark what reads it has the gradient's own factors."""
+    """Check a constant batch. If it is marked, its rows count. Otherwise its layers have the gradient's own factors."""
     params, batch = problem()
     loss = lambda p, large: loss_fn(p, {**batch, "large": large}, marked=marked)  # noqa: E731
     layers = kfac.find_layers(loss, params, batch["large"])
@@ -258,7 +258,10 @@ def test_a_constant_batch_beside_the_data(marked):
 
 @pytest.mark.parametrize("loss", [second_marked, same_heads])
 def test_a_mark_on_one_of_two_terms(loss):
-    """Of another batch it does not say how many examples the loss is the mean of; what it does not reach is no part."""
+    """Check that a mark does not give the number of examples if another batch has no mark.
+
+    Only layers that read the first batch alone have exact rows.
+    """
     params, batch = problem()
     apart = lambda p, large, small: loss(p, {"large": large, "small": small})  # noqa: E731
     args = batch["large"], batch["small"]

@@ -1,7 +1,7 @@
-"""Products with rows that all examples share: tangents and cotangents that start from constants, first states.
+"""Test products with rows that all examples share: first states, and tangents and cotangents that start from constants.
 
-Each example has a gradient of its own with respect to such a product, where it meets the examples. The same loss with
-rows of every example's own, `row + 0 * x`, has ordinary reads, which other tests compare with brute force.
+Each example has its own gradient with respect to such a product where the product meets the examples. If each example
+has its own row, `row + 0 * x`, the same loss has ordinary reads. Other tests compare ordinary reads with brute force.
 """
 
 import jax
@@ -35,7 +35,7 @@ def shapes():
 
 
 def directional(p, x, own):
-    """The derivative along a fixed direction."""
+    """Return the derivative along a fixed direction."""
     direction = jnp.array([1.0, 0.5])
     return jax.jvp(lambda z: network(p, z), (x,), (direction + own(x),))[1]
 
@@ -45,7 +45,7 @@ def jacobian(p, x, own):
 
 
 def laplacian(p, x, own):
-    """Forward over forward, as for a partial differential equation."""
+    """Compute a Laplacian by nested forward-mode derivatives, as for a partial differential equation."""
 
     def second(v):
         v = v + own(x)
@@ -55,7 +55,7 @@ def laplacian(p, x, own):
 
 
 def first_state(p, x, own):
-    """A recurrent network in a Python loop, whose first state is zero or learnt from nothing."""
+    """Run a recurrent network in a Python loop, with a first state that all examples share."""
     h = jnp.full((H,), 0.3) + jnp.sum(own(x))
     for _ in range(2):
         h = jnp.tanh(h @ p["w2"] + x @ p["w1"] + p["b1"])
@@ -104,7 +104,7 @@ def test_they_count_as_rows_of_every_example(x64, case, wrap):
 @pytest.mark.slow
 @pytest.mark.parametrize("derivative", [jax.hessian, jax.jacfwd, jax.grad, jax.linearize], ids=lambda f: f.__name__)
 def test_derivatives_as_they_are_written(x64, derivative):
-    """Gradients are right, and a doubled batch leaves the statistics as they are."""
+    """Check the gradients, and check that a doubled batch has the same statistics."""
 
     def one(p, x):
         if derivative is jax.linearize:
@@ -142,7 +142,7 @@ SHARED = "it reads rows that all examples share"
 
 
 def test_a_constant_kernel_has_no_exact_rows():
-    """Where the product meets the examples otherwise than by a broadcast, it is one more array of parameters."""
+    """Check a product of constants that meets the examples in a matrix product. It acts as a computed kernel."""
 
     def loss(p, x):
         return jnp.mean((x @ (jnp.ones((D, 3)) @ p["w"])) ** 2)
@@ -177,7 +177,7 @@ def test_what_such_rows_may_not_meet(meet):
 
 
 def test_a_number_made_of_such_rows_may_scale_the_examples(x64):
-    """As the spectral norm does, by power iteration from a constant: the kernel has the gradient's own factors."""
+    """Check a power iteration from a constant, as in spectral norm: the kernel has the gradient's own factors."""
 
     def loss(p, x):
         return jnp.mean((x @ p["w"] * jnp.sum(jnp.ones(D) @ p["w"])) ** 2)

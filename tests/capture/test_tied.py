@@ -1,4 +1,4 @@
-"""Kernels that are read as they are and as their transposes: tied embeddings, autoencoders, derivatives in the loss."""
+"""Test kernels that are also read as their transposes: tied embeddings, autoencoders, derivatives in the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def sentences(n=N):
 
 
 def gradients_at(loss, params, batch, like):
-    """The gradients with respect to zeros that are added where `loss` calls its hook."""
+    """Return the gradients with respect to zeros that are added where `loss` calls its hook."""
 
     def shifted(zeros):
         return loss(params, batch, lambda name, x: x + zeros[name])
@@ -43,7 +43,7 @@ def gradients_at(loss, params, batch, like):
 
 
 def combined(a, g, turned_a, turned_g):
-    """The mathematics' formula, for diagonal or whole `A`."""
+    """Combine both uses by the formula in docs/mathematics.md, for a diagonal or a full `A`."""
 
     def trace(x):
         return x.sum() if x.ndim == 1 else np.trace(x)
@@ -60,7 +60,7 @@ def expected_of_table(params, batch):
     positions = 2 * T
     return combined(
         counts / N, N / positions * g.T @ g, N * np.sum(g_logits**2, 0), h.T @ h / N / positions
-    )  # the side of the vocabulary is a diagonal
+    )  # the vocabulary's side is a diagonal
 
 
 def statistics(loss, params, *batch, **options):
@@ -113,7 +113,7 @@ def test_a_tied_autoencoder_trains(x64):
 
 
 def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
-    """Against the exact block, up to its length: neither of the two uses alone has as small an angle to it."""
+    """Check that the combined product has a smaller angle to the exact block than the product of either use."""
 
     def loss(p, b):
         h = jnp.tanh(p["table"][b["tokens"]] @ p["w"])
@@ -132,13 +132,13 @@ def test_the_product_is_nearer_to_the_block_than_either_of_its_terms(x64):
     nearest = dense(nearest_kronecker(exact, layers["table"]))
     uses = (tied, tied.direct, tied.transposed)
     found = [*(cosine(use.A, use.G) for use in uses), float(error(exact, nearest).cosine)]
-    # The figures of docs/mathematics.md.
+    # docs/mathematics.md quotes these figures.
     np.testing.assert_allclose(found, [0.802, 0.727, 0.761, 0.921], atol=5e-4)
 
 
 @pytest.mark.slow
 def test_devices_and_micro_batches_are_one(x64):
-    """The proportion of the two uses is that of the whole batch."""
+    """Check that the ratio between the two uses comes from the whole batch."""
     params, batch = embedding_parameters(), sentences()
     layers = kfac.find_layers(embedding_loss, params, batch)
     measure = kfac.value_and_grad(embedding_loss, layers)
@@ -147,7 +147,7 @@ def test_devices_and_micro_batches_are_one(x64):
     expected, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), factors=factors)
     _, grads, factors = kfac.microbatch(measure, 3)(params, batch)
     found, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(params), factors=factors)
-    assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6  # kept in float32 by the tests' machine
+    assert relative_error(found["table"], np.asarray(expected["table"])) < 1e-6  # some state is float32
 
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     tx = kfac.scale_by_kfac(layers, damping=1e-2, distribution=kfac.Distribution("data"))
@@ -162,7 +162,7 @@ def test_devices_and_micro_batches_are_one(x64):
 
 
 def test_derivatives_inside_the_loss(x64):
-    """The gradient of a network with respect to its input reads every kernel as its transpose."""
+    """Check the gradient of a network with respect to its input, which reads every kernel as its transpose."""
 
     def energy(p, x):
         return jnp.sum(jnp.tanh(x @ p["w"]) @ p["v"])

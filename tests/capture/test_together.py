@@ -1,6 +1,6 @@
-"""What puts statistics in order for XLA changes no number, and differentiates nothing that was not.
+"""Check that the optimization barriers for XLA change no number and add no gradient.
 
-Tests the inside of `_capture.taps`.
+The tests use the private module `_capture.taps`.
 """
 
 import jax
@@ -12,7 +12,7 @@ from kfac._capture.taps import together
 
 
 def barriers(jaxpr):
-    """How many operands each optimization barrier has."""
+    """Return each optimization barrier's number of operands."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":
@@ -35,7 +35,7 @@ def test_cotangents_come_together():
 
 
 def test_images_that_are_data_get_no_gradient():
-    """One convolution, of the kernel, in forward and one in backward direction: none for the images."""
+    """Check that there is a single backward convolution, for the kernel: the images get no gradient."""
     images, params = jnp.ones((4, 6, 6, 3)), {"kernel": jnp.ones((2, 2, 3, 5))}
 
     def loss(params, images):

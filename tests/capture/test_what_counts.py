@@ -1,4 +1,4 @@
-"""Only what carries a gradient to the loss counts: statistics with and without other uses of the parameters."""
+"""Check that statistics count only the uses of parameters that carry a gradient to the loss."""
 
 import re
 
@@ -53,13 +53,13 @@ def norm_in_aux(p, b):
 
 
 def second_pass(p, b):
-    """As in Q-learning: a target from the same network, without a gradient."""
+    """Add a target from the same network without a gradient, as in Q-learning."""
     target = lax.stop_gradient(network(p, jnp.flip(b["x"], 0)))
     return plain(p, b) + 0 * jnp.mean(target), None
 
 
 def frozen_copy(p, b):
-    """The same, with the parameters under stop_gradient."""
+    """Add a target from the same network with its parameters under `stop_gradient`."""
     target = network(jax.tree.map(lax.stop_gradient, p), b["x"])
     return plain(p, b) + jnp.mean(lax.stop_gradient(target) ** 2), None
 
@@ -117,7 +117,7 @@ def test_dead_reads_inside_a_scan():
 
 
 def test_what_comes_back_by_a_later_iteration_counts():
-    """The result of an iteration is read by the next one only."""
+    """Check a result that only the next iteration reads."""
 
     def loss(p, x):
         def body(carry, x):
@@ -137,7 +137,7 @@ def test_what_comes_back_by_a_later_iteration_counts():
 
 @pytest.mark.slow
 def test_sampled_targets_do_not_count_what_the_outputs_do_not_see():
-    """A head beside the marked output shares a kernel with it; only the marked one has a likelihood."""
+    """Check two heads that share a kernel. Only the marked head has a likelihood, so the other head does not count."""
 
     def marked(p, b, beside):
         h = jnp.tanh(b["x"] @ p["in"]["w"] + p["in"]["b"])
@@ -228,7 +228,7 @@ def test_complex_data_has_no_exact_rows():
 
 @pytest.mark.parametrize("order", ["x + y", "y + x", "y - x"])
 def test_a_bias_may_follow_a_residual_connection(order):
-    """`(x + h @ w) + b` has the same gradient everywhere as `x + (h @ w + b)`, and gets the same block."""
+    """Check that `(x + h @ w) + b` gets the block of `x + (h @ w + b)`, since both have the same gradients."""
     params = {"w": normal(0, D, D, dtype=np.float32), "b": normal(1, D, dtype=np.float32)}
 
     def loss(late):

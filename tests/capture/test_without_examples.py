@@ -1,4 +1,4 @@
-"""Products whose other operand holds no examples, biases of the other sign, and names that could collide."""
+"""Test products whose other operand holds no examples, biases of the opposite sign, and names that could collide."""
 
 import re
 
@@ -27,7 +27,10 @@ def squares(out, y):
 
 
 def own_factors(loss, params, *args, **options):
-    """The leaves that have the gradient's own factors, and why; `strict` refuses these, and says the way out."""
+    """Return the leaves that have the gradient's own factors, with the reasons.
+
+    The error of `strict` must name these leaves, the reasons, and patterns that skip the leaves.
+    """
     found = {
         layer.params[0]: layer.note
         for layer in kfac.find_layers(loss, params, *args, **options)
@@ -46,7 +49,10 @@ def own_factors(loss, params, *args, **options):
 
 
 def test_a_subtracted_output_gives_no_bias_of_the_wrong_sign():
-    """For one example the block must be the outer product of the gradient: `b - x @ w` has a bias of the other sign."""
+    """Check that `b - x @ w` keeps the bias out of the kernel's block, because the bias has the opposite sign.
+
+    For a single example, the block must be the outer product of the gradient.
+    """
     params = {"w": array(6, 5), "b": array(5)}
 
     def loss(params, x, y):
@@ -97,13 +103,13 @@ def test_a_product_without_examples_has_no_exact_rows(loss, params, skip, reason
     assert found.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert found[name].startswith("dot_general") and found[name].endswith(reason)
-    # A kernel to which something is added is read as it is.
+    # A kernel to which another array is added keeps its exact rows.
     assert {layer.kind for layer in kfac.find_layers(loss, params, X, Y) if layer.name == "w"} <= {"dense"}
 
 
 @pytest.mark.slow
 def test_a_scaled_constant_is_not_taken_for_examples():
-    """Each example's gradient of a scale of constants that are added to it is known."""
+    """Check the scale of constants that are added to the examples. Its per-example gradients are known."""
 
     def loss(params, x, y):
         return squares((x[:, None] + TABLE * params["s"]).sum(1) @ params["w"], y)
@@ -189,7 +195,7 @@ def test_names_with_slashes_do_not_collide():
 def test_flattened_tokens_with_as_many_heads_as_examples(x64):
     params = {"w": np.float64(array(6, 8)), "s": np.float64(array(2))}
 
-    def loss(params, x):  # [4 examples * 3 tokens, 4 heads, 2]
+    def loss(params, x):  # heads are [4 examples * 3 tokens, 4 heads, 2]
         heads = (x.reshape(-1, 6) @ params["w"]).reshape(-1, 4, 2)
         return jnp.mean((heads * params["s"]).reshape(-1, 3, 8) ** 2)
 

@@ -1,4 +1,4 @@
-"""Every model of the zoo is right, or refused by an error that leads on."""
+"""Check that the layers of every model in the zoo are right, or that an error suggests a way out."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ PAGE = pathlib.Path(__file__).parents[1] / "zoo" / "README.md"
 HEADING = "# Models that test the capture\n"
 
 
-# Whose operations others have, too: those behind them.
+# Models that only slow tests run, because the models behind the colon have all their operations.
 REPEATED = {
     "GPT in linen": ("GPT with a tied table",),
     "GPT of scanned blocks": ("GPT with a tied table", "Llama"),
@@ -46,7 +46,7 @@ REPEATED = {
     "SimCLR": ("reward model on pairs", "two towers"),
     "SimCLR on concatenated views": ("reward model on concatenated pairs", "two towers"),
 }
-# Whose loss gets company in `check`: one of each kind, and all of them in a slow test.
+# Models of each kind whose loss is dressed in a separate test. Another slow test dresses all other models.
 DRESSED = "multilayer perceptron", "GRU in linen", "actor-critic", "a soft prompt", "DCGAN, discriminator"
 
 
@@ -60,7 +60,7 @@ def cases(chosen, broken=BROKEN, repeated=REPEATED):
     return found
 
 
-# With company those of DRESSED are measured in any case.
+# The dressed models have their own test, so this test is slow for them.
 @pytest.mark.parametrize("case", cases(lambda case: True, repeated={*REPEATED, *DRESSED}))
 def test_statistics_are_those_of_brute_force(case):
     check(case)
@@ -86,7 +86,10 @@ def test_strict_names_all_that_has_no_exact_rows(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a soft prompt", "actor-critic", "MobileNet in haiku"])
 def test_three_devices_are_one(name):
-    """A third of the batch on each: the mean of the factors is that of the whole batch, without any company."""
+    """Check that three devices' mean factors, each from a third of the batch, equal the whole batch's factors.
+
+    The loss has a second pass, which must not count.
+    """
     case = ZOO[name]
     loss, params, batch = case.build()
     layers = kfac.find_layers(dressed(loss), params, batch, has_aux=True)
@@ -108,13 +111,13 @@ KNOWN = [case for case in ZOO.values() if not (case.name in BROKEN or case.hidde
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(x, id=x.name) for x in KNOWN])
 def test_a_batch_over_a_mesh_of_three_devices(case):
-    """Statistics are packed and spread over devices as they are formed, wherever it is known how the examples lie."""
+    """Check statistics that are packed and scattered over devices as they are formed, if the example axis is known."""
     loss, params, batch = case.build()
     layers = kfac.find_layers(loss, params, batch)
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     everywhere, spread = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("devices")))
 
-    def place(x):  # what all examples share is whole
+    def place(x):  # arrays that all examples share are replicated
         return jax.device_put(x, spread if np.ndim(x) > 0 and len(x) == N else everywhere)
 
     measure = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)
@@ -125,7 +128,7 @@ def test_a_batch_over_a_mesh_of_three_devices(case):
 
 
 def test_brute_force_agrees_with_hooks_by_hand():
-    """A convolution, and a kernel used twice, once with its bias."""
+    """Compare brute force with hooks for a convolution, and for a kernel that is used with and without its bias."""
     rng = np.random.default_rng(0)
     shapes = {"c": (2, 2, 2, 3), "cb": (3,), "w": (12, 12), "b": (12,)}
     params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
@@ -173,7 +176,10 @@ def test_there_is_a_zoo():
 
 @pytest.mark.slow
 def test_the_table_in_the_documentation():
-    """After a change of the zoo, or for the better: `UPDATE_ZOO_TABLE=1 pytest tests/capture/test_zoo.py -k doc`."""
+    """Check the table on the zoo's page.
+
+    To update it: `UPDATE_ZOO_TABLE=1 pytest -m slow tests/capture/test_zoo.py -k doc`.
+    """
     text, found = table(ZOO, BROKEN), PAGE.read_text()
     start = found.index("| model |", found.index(HEADING))
     if os.environ.get("UPDATE_ZOO_TABLE"):

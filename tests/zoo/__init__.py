@@ -1,4 +1,4 @@
-"""Small models as people write them, and what the package makes of each."""
+"""Small models as people write them, with the layers that the package finds in each."""
 
 from zoo import generative as generative
 from zoo import other as other
@@ -9,5 +9,5 @@ from zoo import transformers as transformers
 from zoo import vision as vision
 from zoo.specimens import ZOO as ZOO
 
-# What ought to be and is not yet.
+# Known faults by model. The tests of these models must fail.
 BROKEN: dict[str, str] = {}

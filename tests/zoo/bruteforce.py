@@ -1,17 +1,18 @@
-"""The statistics that a loss ought to have, by brute force: every loop unrolled, every number of a parameter numbered.
+"""Compute the statistics of a loss by brute force: all loops are unrolled and all elements of parameters are numbered.
 
-Shares no code and no idea with the package: nothing is known here of axes, taps or kinds of layers. The program of the
-loss is run operation by operation, scans as Python loops. Each number of each parameter has a serial number, and where
-numbers are only moved about (reshapes, transposes, slices, concatenations) their serial numbers are moved by NumPy in
-the same way. Wherever numbered numbers meet others, a zero is added:
+This module shares no code or ideas with the package, and knows nothing about axes, taps or kinds of layers. It runs the
+loss's program operation by operation, with scans as Python loops. Each element of each parameter has a serial number.
+If an operation only moves elements (reshapes, transposes, slices, concatenations), NumPy moves the serial numbers in
+the same way. Where numbered elements meet other arrays, a zero is added:
 
-- to the result of a product, convolution or lookup: the gradient with respect to it is `g`, the other operand `a`;
-- to the numbers themselves where they are added to or multiplied with something: the gradient with respect to it is
-  that of each place at which a number is used. What does not depend on the batch may be added to them, number by
-  number, as long as they stand in as many places as before.
+- to the result of a product, convolution or lookup. The gradient with respect to this zero is `g`, and the other
+  operand is `a`.
+- to the elements themselves if they are added to something or multiplied by something. The gradient with respect to
+  this zero is the gradient for each place that uses an element. An array that does not depend on the batch may be added
+  to the elements before, unless the addition repeats them.
 
-At the end serial numbers say which row of `a`, and of `g`, belongs to which row and column of a layer's matrix. What
-has no gradient, in no iteration, is dead.
+In the end, the serial numbers map the rows of `a` and `g` to the rows and columns of a layer's matrix. A meeting is
+dead if its gradient is zero in all iterations.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ import kfac
 from checking import FAST as _FAST
 from oracle import Geometry, im2col
 
-# These programs run for milliseconds, and fused loops take three times as long to compile. Later versions know no
-# other way.
+# These programs run for milliseconds, but fused loops take three times as long to compile. Later versions always fuse.
 _OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
 FAST = _FAST | ({"xla_cpu_use_fusion_emitters": False} if _OLD else {})
 NONE = -1
@@ -43,7 +43,7 @@ _SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "optimiza
 
 @dataclasses.dataclass
 class Numbered:
-    """Serial numbers of the entries of an array, `NONE` for others, and what the numbers were multiplied by."""
+    """The serial numbers of an array's entries, `NONE` for other entries, and the factor that multiplies them."""
 
     serial: np.ndarray
     factor: Any = None
@@ -55,7 +55,7 @@ class Numbered:
 
 @dataclasses.dataclass
 class Meeting:
-    """A place where numbered numbers meet others."""
+    """A place where numbered elements meet other arrays."""
 
     kind: str
     place: tuple[int, ...]
@@ -67,7 +67,7 @@ class Meeting:
 class _Run:
     def __init__(self, zeros: list[Any] | None):
         self.zeros, self.meetings, self.shapes, self.seen = zeros, [], [], []
-        self.of_batch: dict[int, Any] = {}  # by identity, what depends on the batch
+        self.of_batch: dict[int, Any] = {}  # values that depend on the batch, by identity
 
     def meet(self, meeting: Meeting, shape, dtype, seen) -> Any:
         index = len(self.meetings)
@@ -110,7 +110,7 @@ class _Run:
 
     def scan(self, eqn, inputs, place):
         params, closed = eqn.params, eqn.params["jaxpr"]
-        # An array of which the body gets a slice has one axis more than the body's argument.
+        # If an array has one axis more than the body's argument, the body gets a slice of the array.
         pairs = zip((*eqn.invars, *eqn.outvars), (*closed.jaxpr.invars, *closed.jaxpr.outvars), strict=True)
         sliced = [outer.aval.ndim > inner.aval.ndim for outer, inner in pairs]
         n_carry = sliced[len(eqn.invars) :].count(False)
@@ -147,7 +147,7 @@ class _Run:
                 return [(_bind(eqn, values)[0], Numbered(join(parts, params.get("dimension", params.get("axis")))))]
             return None
         if len(numbered) > 1:
-            # What is repeated for the examples, as a learned first state is, is data.
+            # A parameter that is repeated for the examples, such as a learned first state, counts as data.
             numbered = [k for k in numbered if not tags[k].is_repeated]
             if len(numbered) != 1:
                 return None
@@ -189,13 +189,13 @@ class _Run:
             return [(y + self.meet(meeting, y.shape, y.dtype, seen), None)]
         if name == "gather" and k == 0 and tag.factor is None:
             (y,) = _bind(eqn, values)
-            (rows,) = _bind(eqn, [jnp.asarray(tag.serial + 1, values[0].dtype), values[1]])  # zeros or NaN outside
+            (rows,) = _bind(eqn, [jnp.asarray(tag.serial + 1, values[0].dtype), values[1]])  # zeros or NaN out of range
             meeting = Meeting(name, place, tag.serial, params)
             return [(y + self.meet(meeting, y.shape, y.dtype, (rows,)), None)]
         return None
 
     def scaled(self, eqn, params, values, tag, k, place):
-        """Evaluate a `dot_general` that multiplies an array by a parameter element by element; None for any other."""
+        """Evaluate a `dot_general` that multiplies an array elementwise by a parameter. Return None for any other."""
         contracted, batch = params["dimension_numbers"]
         if contracted[0] or len(batch[k]) < values[k].ndim:
             return None
@@ -214,7 +214,7 @@ def _empty():
 
 
 def _bind(eqn, values):
-    """The results of one equation."""
+    """Evaluate an equation."""
     inputs, order = [], []
     for var, value in zip(eqn.invars, values, strict=True):
         if not hasattr(var, "val") and var not in order:
@@ -242,7 +242,7 @@ def _moved(tag: Numbered, move: Callable) -> Any:
 
 
 def _mover(name: str, params: dict[str, Any]) -> Callable | None:
-    """What a primitive does to places, for NumPy and JAX arrays."""
+    """Return the function by which a primitive moves NumPy and JAX arrays, or None if the primitive computes."""
 
     def broadcast(a):
         shape = [1] * len(params["shape"])
@@ -275,13 +275,13 @@ def _mover(name: str, params: dict[str, Any]) -> Callable | None:
 
 @dataclasses.dataclass
 class Truth:
-    """What the statistics of a batch ought to be.
+    """The expected statistics of a batch.
 
     Attributes:
       value: the loss.
       grads: its gradients.
-      found: the meetings that have a gradient, with what was seen there and the gradients.
-      n: number of examples.
+      found: the meetings that have a gradient, each with its other operands and its gradients.
+      n: the number of examples.
     """
 
     value: Any
@@ -292,7 +292,7 @@ class Truth:
     def kronecker(
         self, layers: kfac.Layers, layer: kfac.types.Layer
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """`A`, `G`, the sum of `g a^T`, each `[copies, ...]`, and the positions of a copy, by the definition."""
+        """Return `A`, `G`, the sum of `g a^T` and the number of positions, each with a leading axis of copies."""
         where = _places(layers, layer)
         own = np.asarray(layer.layouts[0].to_rows(where[0]).mT)
         kernel = layer.layouts[0]
@@ -312,7 +312,7 @@ class Truth:
                 assert np.isin(mask, (0, 1)).all(), "a kernel is multiplied by an array that is no mask"
             for serial, a, grads in _uses(_products(meeting, seen, g), where[0]):
                 copy, out, into = (part[serial] for part in where[1:])
-                if a is None:  # a lookup: the serial numbers of each row that was found
+                if a is None:  # a lookup, with the serial numbers of each row that was read
                     a = np.zeros((len(grads), columns))
                     for k, (row, i) in enumerate(zip(serial, into, strict=True)):
                         if (row != NONE).all():
@@ -337,7 +337,7 @@ class Truth:
         return a_sum / self.n, g_sum * self.n**2 / np.maximum(rows, 1)[:, None, None], matrix, rows / self.n
 
     def _additions(self, layers: kfac.Layers, layer: kfac.types.Layer) -> list[np.ndarray]:
-        """The gradients at each place where the bias of a layer is added."""
+        """Return the gradients at each place that adds the layer's bias."""
         if not layer.has_bias:
             return []
         start = _starts(layers)[layers.paths.index(layer.params[1])]
@@ -345,7 +345,7 @@ class Truth:
         return [g for meeting, _, g in self.found if meeting.kind == "vector" and np.isin(meeting.serial, own).all()]
 
     def vectors(self, layers: kfac.Layers, layer: kfac.types.Layer) -> np.ndarray:
-        """Gradients of each example `[n, d_out, columns]` of the leaves of an elementwise block."""
+        """Return per-example gradients `[n, d_out, columns]` of an elementwise block's leaves."""
         starts = _starts(layers)
         total = np.zeros((self.n, sum(_sizes(layers))))
         own = [np.arange(starts[k], starts[k + 1]) for k in map(layers.paths.index, layer.params)]
@@ -373,18 +373,21 @@ def _starts(layers: kfac.Layers) -> list[int]:
 
 
 def _places(layers: kfac.Layers, layer: kfac.types.Layer):
-    """The serial numbers of a kernel; and for each serial number its copy, row and column."""
+    """Return a kernel's serial numbers, and three tables with the copy, row and column of each serial number."""
     start, shape = _starts(layers)[layers.paths.index(layer.params[0])], layer.shapes[0]
     own = np.arange(start, start + math.prod(shape)).reshape(shape)
     serial = np.asarray(layer.layouts[0].to_rows(own).mT)
-    tables = [np.full(sum(_sizes(layers)) + 1, NONE) for _ in range(3)]  # the last entry is that of NONE
+    tables = [np.full(sum(_sizes(layers)) + 1, NONE) for _ in range(3)]  # the last entry is for NONE
     for table, at in zip(tables, np.indices(serial.shape), strict=True):
         table[serial.reshape(-1)] = at.reshape(-1)
     return (own, *tables)
 
 
 def _taken(g: np.ndarray, biases: list[np.ndarray]) -> bool:
-    """Whether a bias is added to a product: the gradients of both are the same numbers. Takes it from the list."""
+    """Return whether a bias is added to a product, and remove the bias from the list.
+
+    The gradients of both are then the same numbers.
+    """
     for k, other in enumerate(biases):
         if other.size == g.size and np.allclose(np.sort(other, None), np.sort(g, None), rtol=1e-9, atol=0):
             del biases[k]
@@ -393,7 +396,7 @@ def _taken(g: np.ndarray, biases: list[np.ndarray]) -> bool:
 
 
 def _uses(products, own):
-    """The products of one kernel alone, without what is put beside it; a repeated column is one more use."""
+    """Yield the products of a kernel without arrays that are joined to it. A repeated column is another use."""
     for serial, a, grads in products:
         mine = np.isin(serial, own)
         if a is None or not mine.any():
@@ -409,7 +412,7 @@ def _uses(products, own):
 
 
 def _products(meeting: Meeting, seen, g):
-    """Triples of serial numbers `[d_in, d_out]`, inputs `[rows, d_in]` and gradients `[rows, d_out]`."""
+    """Yield serial numbers `[d_in, d_out]`, inputs `[rows, d_in]` and gradients `[rows, d_out]` for each product."""
     params, kind = meeting.params, meeting.kind
     if kind == "gather":
         features = params["dimension_numbers"].offset_dims
@@ -463,12 +466,12 @@ def _convolution(meeting: Meeting, x, g):
 
 
 def truth(loss: Callable, params: Any, batch: Any, n: int) -> Truth:
-    """The statistics of `loss(params, batch)`, the mean over `n` examples."""
+    """Return the statistics of `loss(params, batch)`, a mean over `n` examples."""
     return truths(loss, params, [batch], n)[0]
 
 
 def truths(loss: Callable, params: Any, batches: list[Any], n: int) -> list[Truth]:
-    """Those of several batches of one shape, for which there is one program."""
+    """Return the statistics of several equally shaped batches, which share a compiled program."""
     flat, treedef = jax.tree.flatten(params)
     closed = jax.make_jaxpr(loss)(params, batches[0])
     shapes = jax.tree.leaves(batches[0])

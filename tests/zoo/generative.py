@@ -1,4 +1,4 @@
-"""Models of densities: autoencoders with noise, flows, diffusion, energies."""
+"""Density models: variational autoencoders, flows, diffusion and energies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain models of all sorts."""
+"""Simple models of all kinds."""
 
 from __future__ import annotations
 

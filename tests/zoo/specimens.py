@@ -1,4 +1,4 @@
-"""What a specimen is, and the checks that all of them have in common."""
+"""Define specimens and the checks that all specimens share."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from checking import KRONECKER, check_layers, matrices_of
 from oracle import relative_error
 from zoo.bruteforce import FAST, Truth, truth, truths
 
-N = 6  # examples, three thirds of two
+N = 6  # examples, in three thirds of two
 
 
 @dataclasses.dataclass(frozen=True)
 class Specimen:
-    """A model, and what ought to happen to it.
+    """A model and its expected layers.
 
     Attributes:
-      name: of the model.
-      construct: what is special about it.
-      build: makes `(loss, params, batch)` with `loss(params, batch)` and `N` rows in every array of the batch.
+      name: the name of the model.
+      construct: the model's special feature.
+      build: returns `(loss, params, batch)` for `loss(params, batch)`, with `N` rows in every array of the batch.
       interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
-      hidden: whether the loss hides its examples, so that `num_examples=` says how many they are.
+      hidden: whether the loss hides its examples, so that `num_examples=` has to give their number.
       gradient: names of the layers that have the gradient's own factors.
       unreached: names of the layers that no gradient reaches.
-      tolerance: relative to the largest entry; larger where the model computes in float32.
-      alone: whether arrays that all examples share take part, such as constant tangents: brute force then takes each
-        example by itself, so that it has rows of its own.
-      ordered: whether the place of an example in the batch matters.
-      penalised: whether the loss depends on parameters beside what the examples see of them.
+      tolerance: relative to the largest entry. It is larger if the model computes in float32.
+      alone: whether the model reads arrays that all examples share, such as constant tangents. Brute force then takes
+        each example by itself, so that the example has its own rows.
+      ordered: whether an example's place in the batch matters.
+      penalised: whether the loss also depends on parameters without examples.
     """
 
     name: str
@@ -62,7 +62,7 @@ ZOO: dict[str, Specimen] = {}
 
 
 def specimen(name: str, construct: str, **options: Any) -> Callable:
-    """Puts the model that the decorated function builds into the zoo."""
+    """Return a decorator that adds the model of the decorated function to the zoo."""
 
     def enter(build):
         assert name not in ZOO
@@ -73,13 +73,13 @@ def specimen(name: str, construct: str, **options: Any) -> Callable:
 
 
 def randomised(shapes: Any, seed: int = 0) -> Any:
-    """Normal numbers in the place of the parameters of a framework: no initialiser is compiled."""
+    """Draw normal numbers as a framework's parameters, so that no initialiser is compiled."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), np.float64), shapes)
 
 
 def tree(seed: int = 0, **shapes: Any) -> dict[str, Any]:
-    """Parameters of a bare model: nested dictionaries of shapes."""
+    """Draw a model's parameters without a framework, from nested dictionaries of shapes."""
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
     return randomised(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=is_shape), seed)
 
@@ -97,7 +97,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def linen(model: Any, batch: dict[str, jax.Array], criterion: Callable, **options: Any) -> tuple[Callable, Any, Any]:
-    """Loss, parameters and batch of a flax linen model of `batch["x"]`."""
+    """Return the loss, parameters and batch of a flax linen model that reads `batch["x"]`."""
     shapes = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, **options), batch["x"])
     others = {key: randomised(value) for key, value in shapes.items() if key != "params"}
     mutable = list(others)
@@ -110,7 +110,7 @@ def linen(model: Any, batch: dict[str, jax.Array], criterion: Callable, **option
 
 
 def modules(build: Callable, *kinds: Any) -> tuple[Any, ...]:
-    """Graph, parameters and whatever else is in a flax nnx module that takes `rngs`."""
+    """Return the graph, the parameters and the other state of a flax nnx module that takes `rngs`."""
     graph, state, *rest = nnx.split(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), *kinds, *([...] if kinds else []))
     return graph, randomised(state), *map(_zeros, rest)
 
@@ -124,14 +124,14 @@ def _zeros(shapes: Any) -> Any:
 
 
 def haiku(network: Callable, batch: dict[str, jax.Array], criterion: Callable) -> tuple[Callable, Any, Any]:
-    """Loss, parameters and batch of a haiku function of `batch["x"]`."""
+    """Return the loss, parameters and batch of a haiku function that reads `batch["x"]`."""
     model = hk.without_apply_rng(hk.transform(network))
     params = randomised(jax.eval_shape(model.init, jax.random.key(0), batch["x"]))
     return lambda p, b: criterion(model.apply(p, b["x"]), b["y"]), params, batch
 
 
 def equinox(build: Callable, batch: dict[str, jax.Array], criterion: Callable) -> tuple[Callable, Any, Any]:
-    """Loss, parameters and batch of an equinox module of one example."""
+    """Return the loss, parameters and batch of an equinox module for a single example."""
     shapes = eqx.filter_eval_shape(build, jax.random.key(0))
     params, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -145,7 +145,7 @@ def equinox(build: Callable, batch: dict[str, jax.Array], criterion: Callable) -
 
 
 def dressed(loss: Callable) -> Callable:
-    """The loss with a second pass, whose gradient is stopped and which is a metric in aux, too."""
+    """Return the loss with a second pass, whose gradient is stopped and which is also a metric in aux."""
 
     def with_company(params, batch):
         other = loss(params, jax.tree.map(lambda x: jnp.flip(x, 0), batch))
@@ -155,7 +155,10 @@ def dressed(loss: Callable) -> Callable:
 
 
 def parts_of(case: Specimen, batch: Any) -> list[Any]:
-    """The batch in another order, and unless examples interact in thirds, each example of a third twice."""
+    """Return thirds of the batch in another order, each with its examples twice.
+
+    If examples interact, return the reordered batch. If their order matters, return the batch as it is.
+    """
     if case.ordered:
         return [batch]
     order = np.random.default_rng(5).permutation(N)
@@ -167,7 +170,7 @@ def parts_of(case: Specimen, batch: Any) -> list[Any]:
 
 
 class OneByOne:
-    """Brute force of a loss whose examples do not interact, each of them alone."""
+    """Brute force for a loss whose examples do not interact. It takes each example alone."""
 
     def __init__(self, loss: Callable, params: Any, batch: Any):
         each = [jax.tree.map(lambda x, k=k: x[k : k + 1], batch) for k in range(N)]
@@ -182,12 +185,15 @@ class OneByOne:
 
 
 def undressed(loss: Callable) -> Callable:
-    """The loss with an aux, in which there is nothing."""
+    """Return the loss with an empty aux."""
     return lambda params, batch: (loss(params, batch), {})
 
 
 def check(case: Specimen, dress: Callable = undressed) -> None:
-    """What three devices measure of a dressed loss, a third with doubled examples each, is what brute force says."""
+    """Check the statistics of `dress(loss)` on three devices against brute force.
+
+    Each device gets a third of the batch, with each example twice.
+    """
     loss, params, batch = case.build()
     expected: Any = OneByOne(loss, params, batch) if case.alone else truth(loss, params, batch, N)
     parts = parts_of(case, batch)
@@ -208,7 +214,7 @@ def check(case: Specimen, dress: Callable = undressed) -> None:
 
 
 def on_devices(fn: Callable, count: int) -> Callable:
-    """What each of some devices measures of its own share of a batch, without company, along a first axis."""
+    """Return a function that measures a share of the batch on each device and stacks the results along a first axis."""
 
     def local(params, batch):
         return jax.tree.map(lambda x: x[None], fn(params, batch))
@@ -216,7 +222,8 @@ def on_devices(fn: Callable, count: int) -> Callable:
     if count > 1:
         mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
         over = PartitionSpec("devices")
-        # Constants that enter a scan as first states would have to be marked as varying by the model.
+        # With `check_vma`, the model would have to mark constants as varying before they become the first states of a
+        # scan.
         options = {"in_specs": (PartitionSpec(), over), "out_specs": over, "check_vma": False}
         local = jax.shard_map(local, mesh=mesh, **options)
     return jax.jit(local, compiler_options=FAST)
@@ -229,7 +236,7 @@ def compare(
     assert relative_error(value, expected.value) <= tolerance
     size = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(expected.grads))
 
-    def agree(found, true):  # a gradient may be zero up to rounding, as that of a key's bias
+    def agree(found, true):  # a gradient may be zero up to rounding, as for a key's bias
         return np.max(np.abs(found - true)) <= tolerance * max(np.max(np.abs(true)), 1e-2 * size)
 
     for path, got, true in zip(layers.paths, jax.tree.leaves(grads), jax.tree.leaves(expected.grads), strict=True):
@@ -237,7 +244,7 @@ def compare(
     matrices, blocks = _read(layers, jax.tree.leaves(expected.grads), factors)
     wrong = []
     for layer in layers:
-        if type(factors.get(layer.name)).__name__ == "Tied":  # tests/capture/test_tied.py has the formula
+        if type(factors.get(layer.name)).__name__ == "Tied":  # see the formula in tests/capture/test_tied.py
             whole = expected_of_tied(case, layers)[layer.name]
             errors = [relative_error(x, y) for x, y in zip(blocks[layer.name], (whole.A, whole.G), strict=True)]
             if max(errors) > tolerance:
@@ -268,7 +275,10 @@ def compare(
 
 
 def _read(layers: kfac.Layers, grads: list[Any], factors: kfac.Factors) -> Any:
-    """Gradients as matrices and the arrays of blocks, by layer: in one program, since operations compile one by one."""
+    """Return gradients as matrices and the arrays of blocks, by layer.
+
+    A single program computes them, because JAX would compile each operation separately.
+    """
 
     def read(grads, factors):
         by_path = dict(zip(layers.paths, grads, strict=True))
@@ -280,7 +290,7 @@ def _read(layers: kfac.Layers, grads: list[Any], factors: kfac.Factors) -> Any:
 
 
 def expected_of_tied(case: Specimen, layers: kfac.Layers) -> kfac.Factors:
-    """What the package itself measures of the batch as it is, without company."""
+    """Return the package's own factors of the plain loss on the original batch."""
     loss, params, batch = case.build()
     fn = kfac.value_and_grad(loss, layers, num_examples=N if case.hidden else None)
     return jax.jit(fn, compiler_options=FAST)(params, batch)[2]
@@ -288,13 +298,16 @@ def expected_of_tied(case: Specimen, layers: kfac.Layers) -> kfac.Factors:
 
 @functools.cache
 def as_it_is(case: Specimen) -> tuple[Callable, Any, Any, kfac.Layers]:
-    """The model with its layers, for all that look at these alone."""
+    """Return the model with its layers. They are cached for all tests that only look at the layers."""
     loss, params, batch = case.build()
     return loss, params, batch, kfac.find_layers(loss, params, batch)
 
 
 def check_strict(case: Specimen) -> None:
-    """With `strict` the error names every leaf without exact rows, and a way out: skipped, the rest trains."""
+    """Check that the error of `strict` names every leaf without exact rows, and patterns that skip these leaves.
+
+    With these patterns, `find_layers` must accept the loss.
+    """
     loss, params, batch, layers = as_it_is(case)
     if not any(layer.kind == "gradient-factors" for layer in layers):
         assert kfac.find_layers(loss, params, batch, strict=True) == layers
@@ -302,7 +315,7 @@ def check_strict(case: Specimen) -> None:
     with pytest.raises(kfac.UnsupportedLayerError) as raised:
         kfac.find_layers(loss, params, batch, strict=True)
     skip = re.findall(r"'(\^.*?\$)'", str(raised.value))
-    left_out = [layer for layer in layers if layer.kind in ("gradient-factors", "skipped")]  # the second by itself
+    left_out = [layer for layer in layers if layer.kind in ("gradient-factors", "skipped")]
     found = kfac.find_layers(loss, params, batch, strict=True, skip=skip)
     skipped = {path for layer in found if layer.kind == "skipped" for path in layer.params}
     assert skipped == {path for layer in left_out for path in layer.params}
@@ -314,7 +327,7 @@ KINDS = (("Kronecker", KRONECKER), ("unit-wise", ("unitwise",)), ("diagonal", ("
 
 
 def what_happens(case: Specimen) -> str:
-    """The blocks that a model gets, and the leaves that have the gradient's own factors, or no gradient."""
+    """Describe a model's blocks, and name the leaves that have the gradient's own factors or no gradient."""
     layers = as_it_is(case)[-1]
     counts = [f"{sum(layer.kind in kinds for layer in layers)} {name}" for name, kinds in KINDS]
     counted = ", ".join(count for count in counts if not count.startswith("0 "))
@@ -325,7 +338,7 @@ def what_happens(case: Specimen) -> str:
 
 
 def table(zoo: dict[str, Specimen], broken: dict[str, str]) -> str:
-    """The zoo as a table in Markdown."""
+    """Return the zoo as a table in Markdown."""
     rows = ["| model | construct | what happens |", "|---|---|---|"]
     for name, case in zoo.items():
         remark = f" (known fault: {broken[name]})" if name in broken else ""

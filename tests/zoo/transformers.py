@@ -1,4 +1,4 @@
-"""Transformers: attention in its many spellings, experts, and what is done to their kernels."""
+"""Transformers: attention in its many spellings, experts, and changes to their kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 
 from zoo.specimens import N, cross_entropy, data, linen, modules, randomised, specimen, tokens, tree
 
-T, D, V = 3, 8, 7  # tokens of a sequence, width, words
+T, D, V = 3, 8, 7  # tokens per sequence, width, vocabulary
 
 
 def rms(x, scale):
@@ -21,7 +21,7 @@ def rms(x, scale):
 
 
 def causal(q, k, v):
-    """Attention of `[n, t, heads, width]`."""
+    """Return causal attention of arrays `[n, t, heads, width]`."""
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
     return jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v)
@@ -267,7 +267,7 @@ def experts(p, x):
 
 
 def dispatch(logits, k, capacity):
-    """`[..., t, experts, capacity]`: where each token goes, and with which weight."""
+    """Return each token's weight in each expert's slots: `[..., t, experts, capacity]`."""
     weights, chosen = lax.top_k(jax.nn.softmax(logits), k)
     hot = jax.nn.one_hot(chosen, logits.shape[-1])
     flat = hot.reshape(*hot.shape[:-3], -1, hot.shape[-1])

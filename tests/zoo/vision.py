@@ -1,4 +1,4 @@
-"""Networks of convolutions."""
+"""Convolutional networks."""
 
 from __future__ import annotations
 
