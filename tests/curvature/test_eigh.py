@@ -18,8 +18,7 @@ from problem import observing, plain_kfac, state_of
 
 
 def loss_fn(params, x, rows):
-    """Compute a loss over a dense layer, a table, stacked kernels, and factors that are too large on one or both sides.
-    """
+    """Compute a loss over a dense layer, a table, stacked kernels, and factors too large on one side or both."""
     h = x @ params["dense"]["kernel"] + params["dense"]["bias"]
     h = h[:, :3] + params["table"][rows] + h[:, 3:]
     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stacked"])

@@ -44,8 +44,7 @@ def basis(state):
     ],
 )
 def test_steps_against_numpy(inverse_update_period, relative):
-    """Check that squared gradients are averaged in the basis and follow its order, and that their root divides steps.
-    """
+    """Check that squared gradients are averaged in the basis, follow its order, and scale the gradient."""
     damping = 1e-3
     tx = kfac.scale_by_kfac(
         LAYERS, preconditioner=kfac.SOAP(decay=DECAY, relative=relative), damping=damping, factor_ema_decay=0.5,
