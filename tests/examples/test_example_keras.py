@@ -1,4 +1,4 @@
-"""`examples/trainers/keras_kfac.py`: Keras trains like a plain loop, resumes from files, and sees several devices."""
+"""Test `examples/trainers/keras_kfac.py`: Keras trains like a plain loop, resumes from files, and uses devices."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ keras = pytest.importorskip("keras")
 
 pytestmark = [
     pytest.mark.examples,
-    # Keras's variables, as files and comparisons read them.
+    # Files and comparisons read Keras's variables as arrays.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
