@@ -294,7 +294,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
             np.testing.assert_allclose(new, whole if taken[k] else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
 
 
-# Unit-wise blocks.
+# -- unit-wise blocks --------------------------------------------------------------------------------------------------
 
 
 @jax.jit

@@ -186,7 +186,7 @@ def test_orthonormal_by_matrix_products_ends_where_there_is_no_answer():
 
 
 def test_factors_that_say_little():
-    """Check that there is a basis for zero, for rank one, for the identity's multiples, and for a negative matrix."""
+    """Check that there is a basis for zero, for rank one, for the identity's multiples, and for their negatives."""
     x = np.random.default_rng(0).normal(size=6)
     stack = np.stack([np.zeros((6, 6)), np.outer(x, x), 3 * np.eye(6), -np.eye(6)])
     found = followed(stack, 20)

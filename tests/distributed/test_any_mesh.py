@@ -120,7 +120,7 @@ def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, t
 
 
 explicit = {"kind": AxisType.Explicit}
-PROGRAMS = {  # the last entry tells whether blocks have owners
+PROGRAMS = {  # the last value tells whether blocks have owners
     "pmap": (under_pmap, {}, True),
     "shard_map": (under_shard_map, {}, True),
     "shard_map without its check": (under_shard_map, {"check": False}, True),

@@ -1,4 +1,4 @@
-"""Test that the errors on the troubleshooting page are exactly the users' errors."""
+"""Test that the errors on the troubleshooting page are exactly the errors that users get."""
 
 import re
 from pathlib import Path

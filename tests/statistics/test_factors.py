@@ -34,7 +34,7 @@ IMAGES = functools.partial(normal, 2, N, T, 2, 3)
 TARGETS = functools.partial(normal, 3, N, 60)
 
 
-# -- one layer, in every orientation -----------------------------------------------------------------------------------
+# -- a single layer, in every orientation ------------------------------------------------------------------------------
 
 
 def vectors(hook, p, x, t):

@@ -283,7 +283,7 @@ def test_micro_batches_and_single_positions(x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), one, other)
 
 
-# -- which layers, and what is refused ---------------------------------------------------------------------------------
+# -- the choice of layers, and errors ----------------------------------------------------------------------------------
 
 
 def test_patterns_say_which_layers():
