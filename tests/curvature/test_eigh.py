@@ -1,6 +1,6 @@
-"""Eigendecompositions in the place of inverses, against dense solves in NumPy.
+"""Test eigendecompositions, which replace inverses, against dense solves in NumPy.
 
-Some tests are of the inside of `_curvature`: the decomposition of a stack, and what a block that fails keeps.
+Some tests use internals of `_curvature`: the decompositions of a stack, and the state of a block after a failure.
 """
 
 import jax
@@ -18,7 +18,7 @@ from problem import observing, plain_kfac, state_of
 
 
 def loss_fn(params, x, rows):
-    """A dense layer with a bias, a table, stacked copies, and factors above the bound on one side and on both."""
+    """Compute a loss over a dense layer, a table, stacked kernels, and factors too large on one side or both."""
     h = x @ params["dense"]["kernel"] + params["dense"]["bias"]
     h = h[:, :3] + params["table"][rows] + h[:, 3:]
     h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["stacked"])
@@ -56,7 +56,7 @@ def setting(dtype=jnp.float64):
 
 
 def dense_solves(layers, factors, gradients, damping):
-    """`(A (x) G + damping I)^-1` times the gradient of every block."""
+    """Solve with `A (x) G + damping I` for the gradient of every block."""
     leaves = dict(zip(layers.paths, jax.tree.leaves(gradients), strict=True))
     solved = {}
     for layer in layers:
@@ -75,7 +75,10 @@ def dense_solves(layers, factors, gradients, damping):
 
 @pytest.mark.slow
 def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
-    """With the damping of the step itself, however old the decompositions; diagonal factors and copies included."""
+    """Check that the current step's damping applies, however old the decompositions are.
+
+    The layers include diagonal factors and stacked copies.
+    """
     params, layers, factors, gradients = setting()
     diagonal = {layer.name: "".join(layer.diagonal) for layer in layers}
     assert diagonal == {"dense": "", "table": "A", "stacked": "", "wide": "G", "both": "AG"}
@@ -95,7 +98,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
         for found, solved in zip(jax.tree.leaves(updates), expected, strict=True):
             np.testing.assert_allclose(found, solved, rtol=0, atol=1e-9 * np.abs(solved).max())
     assert kfac.diagnostics(state)["inverse_age"] == 1
-    # Of the damped blocks at the refresh, in the 2-norm.
+    # The diagnostic is the largest condition number of the damped blocks at the refresh, in the 2-norm.
     largest = max(
         np.linalg.cond(
             np.kron(*(np.diag(x) if np.ndim(x) == 1 else x for x in map(np.asarray, pair))) + 0.25 * np.eye(n)

@@ -1,6 +1,6 @@
-"""The optimizer with `preconditioner=kfac.EKFAC()` against NumPy, on several devices, and its errors.
+"""Test the optimizer with `preconditioner=kfac.EKFAC()` against NumPy and on several devices, and test its errors.
 
-One test uses the inside of `_curvature.ekfac`: how moments turn from basis to basis.
+One test uses an internal of `_curvature.ekfac`: how moments change from basis to basis.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stepper(tx):
 
 
 def kept(state):
-    """Eigenvectors, eigenvalues and moments of the two dense layers, which are one group."""
+    """Return the eigenvectors, eigenvalues and moments of the two dense layers, which form one group."""
     blocks = state_of(state).owned["kronecker_4x4"].blocks
     as_numpy = jax.tree.map(lambda x: np.asarray(x, np.float64), blocks)
     found = {}
@@ -62,7 +62,7 @@ def kept(state):
 @pytest.mark.slow
 @pytest.mark.parametrize("inverse_update_period", [1, 3])
 def test_steps_against_numpy(inverse_update_period):
-    """Moments are averaged in the basis they were measured in, turned with it, and divide the gradient."""
+    """Check that moments are averaged in their basis, follow its changes, and divide the gradient."""
     decay, warmup = 0.5, 1
     tx = kfac.scale_by_kfac(
         LAYERS, preconditioner=kfac.EKFAC(), damping=LAMBDA, factor_ema_decay=decay,
@@ -92,7 +92,7 @@ def test_steps_against_numpy(inverse_update_period):
             values = np.outer(new[name]["l"][1], new[name]["l"][0]) if t == 0 else average[name]
             expected = g @ ((g.T @ matrices(grads)[name] @ a) / (values + LAMBDA)) @ a.T
             np.testing.assert_allclose(matrices(updates)[name], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-    # Of two blocks in five steps: all, and those of one refresh.
+    # Both blocks change their basis at each of the five steps, or at a single refresh.
     assert turned == {1: 10, 3: 2}[inverse_update_period]
 
 
@@ -105,7 +105,7 @@ def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
     turned = between_bases(average, old, new)
     np.testing.assert_allclose(turned.sum((1, 2)), average.sum((1, 2)), rtol=1e-12)
     np.testing.assert_allclose(between_bases(average, old, old), average, rtol=1e-12)
-    # The diagonal, in the new basis, of the matrix that had them on its diagonal in the old one.
+    # In the new basis, take the diagonal of the matrix that was `diag(average)` in the old basis.
     old_q, new_q = (np.kron(np.asarray(q.A.vectors[0]), np.asarray(q.G.vectors[0])) for q in (old, new))
     matrix = old_q @ np.diag(np.asarray(average[0]).T.reshape(-1)) @ old_q.T
     np.testing.assert_allclose(np.asarray(turned[0]).T.reshape(-1), np.diag(new_q.T @ matrix @ new_q), rtol=1e-10)
@@ -144,7 +144,7 @@ DEVICES = 3
 
 
 def whole(style, options, steps=4):
-    """Updates and portable state of a few steps on one device, or on several that share the examples."""
+    """Return the updates and portable state after a few steps. Several devices share the examples."""
     params = problem.initial()
     axis = None if style in ("one", "mesh") else "devices"
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("devices",), axis_types=(AxisType.Auto,))
@@ -202,7 +202,7 @@ def on_one_device(inverse_update_period):
     ],
 )
 def test_several_devices_are_one(style, inverse_update_period):
-    """Each has a third of the examples, all have the bases, and each the moments of what it owns."""
+    """Check three devices, each with a third of the examples, all bases, and the moments of the blocks that it owns."""
     updates, state = whole(style, {"inverse_update_period": inverse_update_period, "interval_warmup_steps": 1})
     expected, one = on_one_device(inverse_update_period)
     assert_close(updates, expected, rtol=2e-4)
@@ -211,7 +211,7 @@ def test_several_devices_are_one(style, inverse_update_period):
     assert jax.tree.structure(portable) == jax.tree.structure(one)
     moments = state_of(portable).owned["kronecker_4x4"].blocks.preconditioner.moments
     assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.preconditioner.moments, rtol=2e-3)
-    # And back: as many devices, or others, go on with the same bases.
+    # A scattered state has the same bases on three devices, and survives a round trip through two.
     for devices in (DEVICES, 2):
         scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")
         scattered = jax.jit(scatter)(portable)
@@ -229,18 +229,18 @@ def test_the_plan_counts_the_bytes_of_the_state():
     )
     assert one.memory["state"] == held
     plain = kfac.planning.plan(LAYERS, devices=DEVICES, preconditioner=kfac.Eigh())
-    # Two blocks of 4 x 4: each has moments and their weight on its owner, and eigenvectors on every device.
+    # Each 4 x 4 block has moments and a weight on its owner, and eigenvectors on every device.
     assert several.memory["state"] - plain.memory["state"] == 4 * (16 + 1 + 2 * 2 * 16)
-    # Eigenvectors of two blocks in three pieces, to the two other devices: a gather, and an exchange before it.
+    # The eigenvectors of two blocks, in three pieces, go to the two other devices by an exchange and a gather.
     assert DEVICES == 3 and several.messages["refresh"] == pytest.approx(2 * 4 * (2 * 32 / 3 + 32 / 3), rel=0.05)
     assert plain.messages["refresh"] == 0
-    # Triangles with and without moments.
+    # EKFAC sends moments in addition to the triangles.
     assert several.messages["statistics"] > plain.messages["statistics"]
 
 
 @pytest.mark.slow
 def test_an_axis_of_one_device():
-    """Its state is that of no axis."""
+    """Check that the state on a mesh with a single device equals the state without a mesh."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",), axis_types=(AxisType.Auto,))
     alone, meshed = (
         kfac.scale_by_kfac(LAYERS, preconditioner=kfac.EKFAC(), distribution=kfac.Distribution(mesh=m))

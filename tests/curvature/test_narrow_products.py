@@ -1,6 +1,6 @@
-"""Products of bfloat16 parts, as tensor cores compute them.
+"""Test products of bfloat16 parts, as tensor cores compute them.
 
-Tests the inside of `_curvature` and `_statistics`: products by themselves.
+Some tests use internals of `_curvature` and `_statistics`: the products themselves.
 """
 
 import sys
@@ -40,7 +40,7 @@ def product_of(precision, a, b):
 
 
 def test_moments_of_windows_in_half_precision():
-    """On a GPU they are products with shifted copies: those of the widened image, to the rounding of float32 sums."""
+    """Check that products with shifted copies, as on a GPU, match the float32 image up to rounding in the sums."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 5, 4)), jnp.bfloat16)
     axes = Axis(6, 3, 1, 1, 6), Axis(5, 3, 2, 2, 5)  # size, window, dilation, padding, positions
     wide = _of_pairs(x.astype(jnp.float32), axes)
@@ -49,7 +49,7 @@ def test_moments_of_windows_in_half_precision():
 
 
 def test_moments_turned_by_products_of_three_parts():
-    """As on a GPU: nothing of them is wrong by more than 1e-4, and none becomes negative."""
+    """Check that, as on a GPU, relative errors stay below 1e-4 and no moment becomes negative."""
     rng = np.random.default_rng(0)
     old, new = (np.linalg.qr(np.eye(200) + 0.1 * rng.normal(size=(200, 200)) * k / 14)[0] for k in (1, 2))
     moments = np.float32(rng.gamma(0.2, size=(200, 200)) ** 2)
@@ -74,7 +74,7 @@ def threefold(a, b):
 
 
 def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
-    """With them, columns come out orthonormal to rounding."""
+    """Check that six products of parts also orthonormalise columns up to rounding."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(1, 100, 100)), jnp.float32) for _ in range(2))
     exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
@@ -88,7 +88,7 @@ def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
 
 @pytest.mark.parametrize("power", [1, 1.2])
 def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
-    """The factors of networks often have a few large eigenvalues. Their columns are then nearly parallel.
+    """Check factors with a few large eigenvalues, as networks often have. Their columns are nearly parallel.
 
     The smallest shift is too small for two of these matrices. They had no basis at all before the shift could grow.
     """
@@ -103,7 +103,7 @@ def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
     found = jax.jit(orthonormal.orthonormal_by_products)(jnp.asarray(factors, jnp.float32))
     found = np.asarray(found, np.float64)
     np.testing.assert_allclose(found.mT @ found, np.broadcast_to(np.eye(d), found.shape), atol=2e-5)
-    # The first columns, which are known in spite of rounding, are those of a QR factorisation.
+    # Rounding hardly affects the first columns, so they match a QR factorisation.
     expected = np.linalg.qr(factors)[0][:, :, :3]
     overlap = np.abs(np.sum(expected * found[:, :, :3], axis=1))
     np.testing.assert_allclose(overlap, 1, atol=1e-3)
@@ -111,7 +111,7 @@ def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
 
 @pytest.mark.slow
 def test_steps_of_soap_with_products_of_parts(monkeypatch):
-    """Three steps of a small network, as `gpu.py --programme A` compares them, hardly change."""
+    """Check that three steps of a small network hardly change, by the criterion in `gpu.py --programme A`."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
     import gpu_speed
 
@@ -126,7 +126,7 @@ def test_steps_of_soap_with_products_of_parts(monkeypatch):
 
 
 def damped(a, g, condition):
-    """Both factors with the factored damping that brings their block to a condition number."""
+    """Return both factors with the factored damping that gives their block this condition number."""
     pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
     low, high = 1e-30, 1e6
     for _ in range(200):
@@ -138,8 +138,11 @@ def damped(a, g, condition):
 
 
 def test_the_direction_of_an_update_at_condition_1e6():
-    """Of a network on handwritten digits; what tensor cores compute, from products of bfloat16 parts in float64."""
-    from sklearn.datasets import load_digits  # takes two seconds, of each worker
+    """Compare update directions at several precisions, on a network for handwritten digits.
+
+    Products of bfloat16 parts in float64 stand in for tensor cores.
+    """
+    from sklearn.datasets import load_digits  # takes two seconds in each worker
 
     images, labels = load_digits(return_X_y=True)
     batch = jnp.asarray(images[:800] / 16, jnp.float32), jnp.asarray(labels[:800])

@@ -1,6 +1,6 @@
-"""An inverse of one's own is one class: on one device, on several, and in the plan.
+"""Test user-defined preconditioners: a single class works on one device, on several devices, and in the plan.
 
-One test is of the inside of `_layers`: its table of kinds of blocks.
+One test uses an internal of `_layers`: its table of block kinds.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, meas
 
 @dataclasses.dataclass(frozen=True)
 class Diagonal(kfac.BlockPreconditioner):
-    """One over the diagonal of `A (x) G` plus damping, to a power."""
+    """Divide by a power of the diagonal of `A (x) G` plus damping."""
 
     power: float = 1.0
 
@@ -83,7 +83,7 @@ def test_on_three_devices_it_is_the_same():
 
 
 def test_one_that_fails_keeps_the_last():
-    """With more damping it is tried again; what is not finite is never taken."""
+    """Check that a failed refresh is retried with more damping, and that non-finite results are never stored."""
     grads, factors = measured(0)
     negative = {n: b if layers()[n].kind != "dense" else dataclasses.replace(b, A=-b.A) for n, b in factors.items()}
     tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(power=0.5), damping=1e-6)
@@ -114,10 +114,10 @@ def test_the_plan_counts_what_it_keeps():
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Diagonal):
-    """Its condition numbers depend on nothing, so they are the same on all devices."""
+    """Return constant condition numbers, which are the same on all devices."""
 
     def refresh(self, state, factors, damping):
-        """As `Diagonal`."""
+        """Refresh as `Diagonal` does, with a condition number of 1."""
         return super().refresh(state, factors, damping)[0], jnp.ones(len(factors.A))
 
 
@@ -133,7 +133,7 @@ def test_what_it_returns_need_not_differ_between_devices():
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Diagonal):
-    """Keeps an integer as well, which messages between devices would round."""
+    """Store an additional integer, which messages between devices would round."""
 
     def init(self, factors):
         return super().init(factors), jnp.zeros(len(factors.A), jnp.int32)

@@ -1,6 +1,7 @@
-"""Damped inverses against dense float64 solves in NumPy; what happens when a factorisation fails.
+"""Test damped inverses against dense float64 solves in NumPy, and the handling of failed factorisations.
 
-Tests the inside of `_curvature`: inverses of stacks, which an optimizer's steps show too late and not one by one.
+The tests use internals of `_curvature`: an error in the inverse of a single stacked block would show late in an
+optimizer's steps.
 """
 
 import jax
@@ -19,7 +20,7 @@ FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 
 def spd(seed, dim, condition=10.0, scale=1.0):
-    """A symmetric matrix with logarithmically spaced eigenvalues `scale / condition ... scale`."""
+    """Return a symmetric matrix with logarithmically spaced eigenvalues from `scale / condition` to `scale`."""
     q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(dim, dim)))
     return (q * (scale * np.geomspace(1 / condition, 1, dim))) @ q.T
 
@@ -30,7 +31,7 @@ def low_rank(seed, dim, rank, scale=1.0):
 
 
 def truth(a, g, damping):
-    """Inverses of one damped block by the formulas of Martens & Grosse 2015, section 6.3."""
+    """Return the inverses of a damped block by the formulas of Martens & Grosse 2015, section 6.3."""
     mean_a, mean_g = np.trace(a) / len(a), np.trace(g) / len(g)
     pi = np.sqrt(mean_a / mean_g) if mean_a > 0 and mean_g > 0 else 1.0
     return (
@@ -46,7 +47,7 @@ def stack(blocks, dtype):
 
 
 def sevens(factors, dtype=None):
-    """Previous inverses that are easy to recognise."""
+    """Return previous inverses that are easy to recognise."""
     return jax.tree.map(lambda x: jnp.full(x.shape, 7, dtype or x.dtype), factors)
 
 
@@ -98,7 +99,10 @@ def test_kronecker_inverses_in_float32(case):
 
 
 def test_the_product_of_the_two_dampings_is_the_damping(x64):
-    """On diagonal factors the damping can be read off: `pi sqrt(l) * sqrt(l) / pi = l`, in the ratio of the means."""
+    """Read the dampings off diagonal factors.
+
+    Their product is `pi sqrt(l) * sqrt(l) / pi = l`. Their ratio is the ratio of the factors' mean eigenvalues.
+    """
     a, g = np.diag([1.0, 2.0, 9.0]), np.diag([0.5, 0.25])
     factors = stack([(a, g)], jnp.float64)
     inverse = refresh(factors, sevens(factors), jnp.float64(0.01)).preconditioner
@@ -111,11 +115,11 @@ def test_the_product_of_the_two_dampings_is_the_damping(x64):
 
 
 def test_accuracy_at_condition_a_million_in_float32():
-    """`||I - M X||` stays of the size that rounding in float32 makes unavoidable, `eps` times the condition."""
+    """Check that `||I - M X||` stays below the unavoidable rounding error, epsilon times the condition number."""
     a = spd(0, 64, condition=1e7).astype(np.float32)
     g = spd(1, 48, condition=1e7).astype(np.float32)
     factors = stack([(a, g)], jnp.float32)
-    damping = 1e-12  # pi is about 1: adds 1e-6 to each diagonal
+    damping = 1e-12  # pi is about 1, so this adds 1e-6 to each diagonal
     result = refresh(factors, sevens(factors), jnp.float32(damping))
     assert result.valid[0]
     pi = np.sqrt(np.trace(a.astype(np.float64)) / 64 / (np.trace(g.astype(np.float64)) / 48))
@@ -125,7 +129,7 @@ def test_accuracy_at_condition_a_million_in_float32():
         assert 5e5 < condition < 2e6
         residual = np.linalg.norm(np.eye(len(m)) - m @ np.asarray(x, np.float64), 2)
         assert residual < FLOAT32_EPS * condition
-    # The reported condition number is that of the worse damped factor, in the 1-norm.
+    # The reported condition number is the larger of the damped factors' condition numbers, in the 1-norm.
     assert 1e6 < result.condition[0] < 5e7
 
 
@@ -140,9 +144,9 @@ def test_inverses_are_symmetric(precision):
 
 
 def test_a_failed_factorisation_is_retried_with_ten_times_the_damping(x64):
-    """Only the block that needs it gets more damping; the others keep theirs."""
+    """Check that only the block that needs more damping gets it."""
     good = (spd(0, 5), spd(1, 3))
-    # The least eigenvalue lies between the two dampings: sqrt(l) = 0.1 fails, sqrt(10 l) = 0.316 does.
+    # The negative eigenvalue needs more than 0.2: sqrt(l) = 0.1 fails, sqrt(10 l) = 0.316 suffices.
     a = np.diag([1.0, 1.0, 1.0, 1.0, -0.2])
     g = np.diag([1.0, 1.0, 1.0]) * np.trace(a) / 5
     factors = stack([good, (a, g), good], jnp.float64)
@@ -163,7 +167,7 @@ def test_a_block_that_fails_twice_keeps_its_last_inverse(bad, side):
     factors = stack([broken, good], jnp.float32)
     result = refresh(factors, sevens(factors), jnp.float32(1e-3))
     np.testing.assert_array_equal(result.valid, [False, True])
-    # Both factors of the block: half of a new inverse and half of an old one make no inverse.
+    # The block keeps both old factors, because a new factor does not fit an old one.
     np.testing.assert_array_equal(result.preconditioner.A[0], 7)
     np.testing.assert_array_equal(result.preconditioner.G[0], 7)
     np.testing.assert_allclose(result.preconditioner.A[1], truth(*good, 1e-3)[0], rtol=1e-4)
@@ -171,7 +175,7 @@ def test_a_block_that_fails_twice_keeps_its_last_inverse(bad, side):
 
 @pytest.mark.parametrize("damping", [0.0, -1.0, np.nan, np.inf])
 def test_no_damping_whatever_makes_an_inverse_that_is_not_finite(damping):
-    """A schedule may return anything."""
+    """Check dampings that a wrong schedule may return."""
     factors = stack([(np.zeros((4, 4)), np.zeros((3, 3))), (low_rank(0, 4, 1), low_rank(1, 3, 1))], jnp.float32)
     unitwise = Unitwise(jnp.zeros((1, 4, 2, 2)))
     for result in (
@@ -199,7 +203,7 @@ def test_an_inverse_that_bfloat16_or_float32_cannot_hold_is_not_taken():
 
 
 def by_halves(matrices):
-    """In one program, made anew, as a limit may be another than before."""
+    """Invert by halves in a newly compiled program, because the limit `LEAF` may have changed."""
     return np.asarray(jax.jit(lambda x: spd_inverse(x))(matrices))
 
 
@@ -225,7 +229,7 @@ def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatch, condition):
-    """In float32, beside the residuals of an LU decomposition with pivoting and of the exact inverse, rounded."""
+    """Compare float32 residuals with a pivoted LU decomposition and with the exact inverse, rounded."""
     monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", 24)
     matrix = spd(0, 200, condition=condition).astype(np.float32)
     exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
@@ -239,7 +243,8 @@ def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatc
     assert residual(exact) < found
 
 
-# One by one, in portions of which the last is smaller, and all at once; in one piece and by halves.
+# Blocks are inverted singly, in portions with a smaller last portion, and all at once. Each way is tested in one piece
+# and by halves.
 PORTIONS = [(width, leaf) for leaf in (600, 2) for width in (1, 2, 3, 5)]
 FEW = (1, 600), (2, 2), (5, 600)
 
@@ -249,7 +254,10 @@ FEW = (1, 600), (2, 2), (5, 600)
     ("width", "leaf"), [pytest.param(*x, marks=() if x in FEW else pytest.mark.slow) for x in PORTIONS]
 )
 def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name, width, leaf):
-    """Some are not wanted, one fails, one needs more damping: each keeps or gets both its sides."""
+    """Check stacks in which a block is not requested, a block fails, or a block needs more damping.
+
+    Each block replaces both of its factors or keeps both.
+    """
     monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)
     rng = np.random.default_rng(0)
 
@@ -286,7 +294,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
             np.testing.assert_allclose(new, whole if taken[k] else np.full(new.shape, 7), rtol=2e-3, atol=1e-3)
 
 
-# Unit-wise blocks.
+# -- unit-wise blocks --------------------------------------------------------------------------------------------------
 
 
 @jax.jit
@@ -323,7 +331,7 @@ def test_unitwise_inverses_equal_dense_solves(x64, case, damping):
 
 
 def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
-    """Channels of rank one, some with far less damping than an ulp: accurate as far as float32 goes."""
+    """Check channels of rank one, some with a damping far below an ulp. Inverses are as accurate as float32 allows."""
     rng = np.random.default_rng(0)
     v = rng.normal(size=(200, 2)) * 10.0 ** rng.uniform(-6, 6, size=(200, 1))
     blocks = (v[:, :, None] * v[:, None, :]).astype(np.float32)
@@ -334,7 +342,7 @@ def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
         damped = blocks.astype(np.float64) + np.float64(np.float32(damping)) * np.eye(2)
         for x, block in zip(found, damped, strict=True):
             eigenvalues = np.linalg.eigvalsh(x)
-            # Never beyond what the damping alone allows, and positive to rounding.
+            # Eigenvalues stay within the bound set by the damping, and are positive up to rounding.
             assert -2 * FLOAT32_EPS * eigenvalues[1] < eigenvalues[0] and eigenvalues[1] < 1.01 / damping
             condition = np.linalg.cond(block)
             if condition < 1e5:
@@ -345,7 +353,7 @@ def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
 
 @pytest.mark.parametrize("scale", [1e-35, 1e-20, 1e20, 1e35])
 def test_unitwise_products_neither_overflow_nor_vanish(scale):
-    """Products of two such second moments are not finite in float32, or zero."""
+    """Check second moments whose products overflow or underflow in float32."""
     blocks = np.array([[[2.0, 0.5], [0.5, 1.0]]]) * scale
     factors = unitwise(blocks, jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(scale))
@@ -364,7 +372,7 @@ def test_a_unitwise_layer_with_a_broken_channel_keeps_its_last_inverse():
 
 
 def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
-    """Its off-diagonal is held to what a second moment can have: no inverse with a negative direction."""
+    """Check that the off-diagonal is limited to valid second moments, so the inverse has no negative direction."""
     factors = unitwise([[[1.0, 1.0001], [1.0001, 1.0]]], jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert result.valid[0]
@@ -377,7 +385,10 @@ def test_a_second_moment_made_slightly_indefinite_by_rounding_is_inverted():
     "block", [[[-1.0, 0.0], [0.0, 1.0]], [[1.0, 5.0], [5.0, 1.0]], [[-2.0, 0.0], [0.0, -2.0]], [[-0.5]]]
 )
 def test_indefinite_unitwise_statistics_are_not_inverted(block):
-    """Handed in, or left by rounding on the wire: an inverse that is not positive would climb the loss."""
+    """Check indefinite statistics, from the caller or from rounding in messages.
+
+    An inverse that is not positive would increase the loss.
+    """
     factors = unitwise([block], jnp.float32)
     result = refreshed_unitwise(factors, sevens(factors), jnp.float32(1e-3))
     assert not result.valid[0]
@@ -394,7 +405,10 @@ def test_indefinite_unitwise_statistics_are_retried_with_ten_times_the_damping(x
 
 @pytest.mark.slow
 def test_unitwise_layers_of_several_shapes_are_inverted_as_if_each_were_alone():
-    """Good ones, ones that need more damping and ones that fail, with one and two parameters per channel."""
+    """Check valid blocks, blocks that need more damping, and blocks that fail.
+
+    The layers have one or two parameters per channel.
+    """
     rng = np.random.default_rng(0)
     factors = {}
     for k, width, p in [(3, 4, 2), (2, 1, 1), (4, 33, 2), (1, 7, 2), (3, 5, 1)]:

@@ -1,6 +1,6 @@
-"""`kfac.observe` without factors: what `observe` does under its interval, as a call of its own.
+"""Test `kfac.observe` without factors, a separate call that refreshes the inverses.
 
-One test is of the inside of `_curvature.refresh`: the portions of a stack.
+One test uses an internal of `_curvature.refresh`: the portions of a stack.
 """
 
 import jax
@@ -31,13 +31,13 @@ CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
 
 
 def optimizer(inside, preconditioner, distribution):
-    """Refreshes at the even steps, inside of `observe` with statistics, or never."""
+    """Return an optimizer that refreshes within `observe` at even steps, or never by itself."""
     every = dict(inverse_update_period=2, interval_warmup_steps=0) if inside else dict(inverse_update_period=None)
     return plain_kfac(0.1, layers(), damping=0.3, preconditioner=preconditioner, distribution=distribution, **every)
 
 
 def trained(inside, preconditioner, distribution, mesh):
-    """Parameters, state and ages after a few steps; inside of `shard_map` with a mesh."""
+    """Return parameters and state after a few steps, under `shard_map` if there is a mesh."""
     tx = optimizer(inside, preconditioner, distribution)
     init, update, refresh, observe = tx.init, tx.update, kfac.observe, kfac.observe
     if mesh is not None:
@@ -60,7 +60,10 @@ def trained(inside, preconditioner, distribution, mesh):
 
 
 def check(preconditioner=CHOLESKY, distribution=AT_ONCE, mesh=None):
-    """Compare refreshes inside of `observe` with those of calls of their own. At step 2 there is no other."""
+    """Compare refreshes within `observe` with refreshes in separate calls.
+
+    Step 2 has no statistics, so both optimizers refresh in a separate call there.
+    """
     params, state = trained(True, preconditioner, distribution, mesh)
     expected = jax.jit(kfac.state.gather_state)(state) if mesh is not None or distribution.axis else state
     found_params, state = trained(False, preconditioner, distribution, mesh)
@@ -93,7 +96,7 @@ def test_under_jit_with_a_mesh():
 
 
 def test_a_step_waits_for_nothing():
-    """There is no loop in a step, and no branch but that of the momentum on CPUs; in `observe` one with an interval."""
+    """Check that a step contains no loop. `observe` contains a loop only if it refreshes at an interval."""
 
     def primitives(fn, *args):
         return {eqn.primitive.name for eqn in jax.make_jaxpr(fn)(*args).jaxpr.eqns}
@@ -127,7 +130,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     x = jnp.linspace(-1, 2, 15).reshape(5, 3)
     found = kfac.find_layers(loss_fn, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
-    # Without momentum, in which the first gradient would stay as it is.
+    # Momentum would still contain the first gradient, which is not preconditioned.
     inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_update_period=every) for every in (1, None))
     expected, _ = inside.update(grads, kfac.observe(inside.init(params), factors), params)
     _, state = apart.update(grads, kfac.observe(apart.init(params), factors), params)
@@ -151,7 +154,10 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize(("blocks", "most"), [(12, 11), (7, 3), (4, 4), (5, 1)])
 def test_portions_are_equal(monkeypatch, blocks, most):
-    """As many as there have to be, and one is shorter than the others by less than their number."""
+    """Check that there are no more portions than needed, and that the last is nearly as long as the others.
+
+    The difference is smaller than the number of portions.
+    """
     seen = []
 
     def looked(fn, width, *arguments):
@@ -177,7 +183,10 @@ def test_portions_are_equal(monkeypatch, blocks, most):
 @pytest.mark.slow
 @pytest.mark.parametrize("refused", [9, 10, 12])
 def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_refused(refused):
-    """Its count runs ahead of that of the state: statistics never come at a multiple of the interval again."""
+    """Check a loop whose own step count runs ahead of the state's count after a rejected step.
+
+    By the state's count, statistics then never arrive at a multiple of the interval again.
+    """
     tx = kfac.scale_by_kfac(layers(), statistics_period=4, inverse_update_period=4, interval_warmup_steps=0)
     (grads, factors), state = measured(0), tx.init(initial())
     update = jax.jit(observing(tx))
@@ -189,7 +198,7 @@ def test_a_loop_that_counts_by_itself_goes_on_refreshing_after_a_step_that_is_re
 
 
 def test_no_array_of_a_state_is_another():
-    """So that a step can be given all of it, donated."""
+    """Check that no two arrays share a buffer, so that a step can donate the whole state."""
     for tx in (kfac.kfac(0.1, layers()), kfac.kfac(0.1, layers(), preconditioner=kfac.EKFAC())):
         arrays = [x for x in jax.tree.leaves(tx.init(initial())) if x.size]
         assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)

@@ -1,6 +1,6 @@
-"""`preconditioner=kfac.SOAP()`: what it keeps and applies, against NumPy; devices; refusals.
+"""Test the state and steps of `preconditioner=kfac.SOAP()` against NumPy, on several devices, and its errors.
 
-Tests the inside of `_curvature`, too: a basis that follows a matrix, and orthonormal columns by products.
+Some tests use internals of `_curvature`: orthogonal iteration, and orthonormal columns by matrix products.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DECAY = 0.8
 
 
 def basis(state):
-    """The eigenvectors of the two dense layers, which are one group."""
+    """Return the eigenvectors of the two dense layers, which form one group."""
     eigen = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
     return {
         name: [np.asarray(side.vectors[k], np.float64) for side in (eigen.A, eigen.G)]
@@ -44,7 +44,7 @@ def basis(state):
     ],
 )
 def test_steps_against_numpy(inverse_update_period, relative):
-    """Squares of gradients are averaged in the basis, follow its order, and their root divides the gradient."""
+    """Check that squared gradients are averaged in the basis, follow its order, and scale the gradient."""
     damping = 1e-3
     tx = kfac.scale_by_kfac(
         LAYERS, preconditioner=kfac.SOAP(decay=DECAY, relative=relative), damping=damping, factor_ema_decay=0.5,
@@ -55,7 +55,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
     for t in range(6):
         old = basis(state)
         grads, factors = measured(t)
-        # Gradients count in steps without statistics, too.
+        # Gradients also count in steps without statistics.
         updates, state = update(grads, state, factors=factors if t % 2 == 0 else None)
         share = (1 - DECAY) / (DECAY * weight + 1 - DECAY)
         weight = DECAY * weight + 1 - DECAY
@@ -63,7 +63,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
         for k, (name, (a, g)) in enumerate(basis(state).items()):
             squares = (g.T @ matrices(grads)[name] @ a) ** 2
             if t > 0:
-                if not np.array_equal(a, old[name][0]):  # refreshed: the vectors with most along them come first
+                if not np.array_equal(a, old[name][0]):  # a refresh puts the largest quotients first
                     along = [
                         np.diag(q.T @ np.asarray(factor[k], np.float64) @ q)
                         for q, factor in zip(old[name], (factors.A, factors.G), strict=True)
@@ -80,7 +80,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
 
 
 def followed(stack, times, dtype=jnp.float32):
-    """What `follow` makes of the identity, where the matrices stay as they are."""
+    """Return the basis after some orthogonal iterations on constant matrices, starting at the identity."""
     stack = jnp.asarray(stack, dtype)
     k, d = stack.shape[:2]
     begin = Eigen(jnp.broadcast_to(jnp.eye(d, dtype=dtype), (k, d, d)), None)
@@ -100,7 +100,7 @@ def assert_orthogonal(vectors, atol=1e-5):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "atol"), [(jnp.float32, 1e-6), (jnp.float64, 1e-13)])
 def test_the_basis_comes_to_that_of_an_eigendecomposition(x64, dtype, atol):
-    """What lies beside the diagonal of `Q^T A Q` falls, refresh by refresh, to rounding."""
+    """Check that the off-diagonal entries of `Q^T A Q` fall to rounding over repeated refreshes."""
     rng = np.random.default_rng(0)
     q = np.linalg.qr(rng.normal(size=(2, 9, 9)))[0]
     stack = 30 * (q * 0.5 ** np.arange(9)) @ q.swapaxes(1, 2)
@@ -121,7 +121,7 @@ def test_the_basis_comes_to_that_of_an_eigendecomposition(x64, dtype, atol):
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_the_basis_stays_orthogonal(scale):
-    """After a thousand refreshes of running averages that never stand still, with eigenvalues over eight decades."""
+    """Check a thousand refreshes of running averages that always change, with eigenvalues over eight decades."""
     d, spread = 24, np.logspace(0, -4, 24)
 
     def turn(carry, key):
@@ -140,7 +140,7 @@ def test_the_basis_stays_orthogonal(scale):
 
 @pytest.mark.slow
 def test_the_same_rows_in_another_order():
-    """Where a batch has fewer rows than factors have dimensions, rounding does not choose where steps go."""
+    """Check that rounding does not determine the steps if a batch has fewer rows than factors have dimensions."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=(20, 16, d)), jnp.float32) for d in (24, 4))
     params = {f"layer{k}": rng.normal(size=shape).astype(np.float32) / 5 for k, shape in enumerate([(24, 32), (32, 4)])}
@@ -164,14 +164,14 @@ def test_the_same_rows_in_another_order():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("rank", [0, 1, 5, 60])
 def test_orthonormal_by_matrix_products(x64, rank, dtype):
-    """What other devices than CPUs do in the place of LAPACK's QR: the same, however little the columns differ."""
+    """Check the replacement for LAPACK's QR on devices other than CPUs, even with nearly identical columns."""
     x = np.random.default_rng(0).normal(size=(2, 60, rank))
     eps = jnp.finfo(dtype).eps
     stack = jnp.asarray(x @ x.swapaxes(1, 2) + 10 * eps * np.eye(60), dtype)
     found = np.asarray(jax.jit(orthonormal_by_products)(stack), np.float64)
     assert_orthogonal(found, atol=8 * eps)
     expected, upper = np.linalg.qr(np.asarray(stack, np.float64))
-    # Beyond the rank only rounding says where columns point.
+    # Beyond the rank, rounding alone determines the columns.
     known = slice(0, rank - rank // 4)
     np.testing.assert_allclose(
         found[:, :, known], (expected * np.sign(np.diagonal(upper, axis1=1, axis2=2))[:, None])[:, :, known],
@@ -186,12 +186,12 @@ def test_orthonormal_by_matrix_products_ends_where_there_is_no_answer():
 
 
 def test_factors_that_say_little():
-    """Zero, of rank one, a multiple of the identity, and not positive: a basis all the same."""
+    """Check that there is a basis for zero, for rank one, for the identity's multiples, and for their negatives."""
     x = np.random.default_rng(0).normal(size=6)
     stack = np.stack([np.zeros((6, 6)), np.outer(x, x), 3 * np.eye(6), -np.eye(6)])
     found = followed(stack, 20)
     assert_orthogonal(found.vectors)
-    np.testing.assert_allclose(np.abs(found.vectors[0]), np.eye(6), atol=1e-6)  # nothing to follow
+    np.testing.assert_allclose(np.abs(found.vectors[0]), np.eye(6), atol=1e-6)  # no direction to follow
     np.testing.assert_allclose(np.abs(found.vectors[2]), np.eye(6), atol=1e-6)
     np.testing.assert_allclose(np.abs(found.vectors[1, :, 0]), np.abs(x) / np.linalg.norm(x), atol=1e-5)
     quotients = orthogonal_iteration(found, jnp.asarray(stack, jnp.float32)).quotients
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_not_finite_leaves_moments_alone():
     _, state, _ = history(tx, 2)[-1]
     grads, factors = measured(2)
     bad = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), grads)
-    state = jax.jit(kfac.observe)(state, factors)  # which may reorder the moments
+    state = jax.jit(kfac.observe)(state, factors)  # may reorder the moments
     _, after = jax.jit(tx.update)(bad, state, problem.initial())
     assert kfac.diagnostics(after)["skipped_steps"] == 1
     assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.preconditioner.moments for s in (after, state)))
@@ -263,7 +263,7 @@ def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
     _, _, factors = jax.jit(kfac.value_and_grad(problem.loss_fn, layers))(problem.initial(), problem.batch(0))
     updates, _ = jax.jit(observing(tx))(grads, jax.jit(tx.init)(problem.initial()), factors=factors)
     dense = layers["out"]
-    assert set(dense.diagonal) == {"A", "G"}  # so it is Adam, entry by entry
+    assert set(dense.diagonal) == {"A", "G"}  # so the step is Adam's, entry by entry
     leaves, new = (dict(zip(layers.paths, jax.tree.leaves(tree), strict=True)) for tree in (grads, updates))
     for path in dense.params:
         np.testing.assert_allclose(new[path], leaves[path] / np.sqrt(leaves[path] ** 2 + 1e-3), rtol=1e-5)
@@ -279,7 +279,10 @@ def test_what_does_not_go_together_is_refused():
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
-    """In Nesterov's form, also while the basis turns; of blocks in closed form it is that of what they return."""
+    """Check Nesterov's form, also while the basis changes.
+
+    The momentum of blocks in closed form contains preconditioned gradients instead.
+    """
     rate, decay, damping = 0.1, 0.9, 1e-3
     preconditioner = kfac.SOAP(decay=DECAY)
     tx = kfac.kfac(
@@ -319,7 +322,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
 
 @pytest.mark.slow
 def test_owners_under_shard_map():
-    """The whole optimizer, with the momentum of the gradients, where every device has its own part of the state."""
+    """Run the whole optimizer, with the gradients' momentum, where every device has its own part of the state."""
     mesh = jax.make_mesh((3,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     same = PartitionSpec()
 
@@ -344,7 +347,7 @@ def test_owners_under_shard_map():
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-17, 1e-19, 1e-25])
 def test_a_layer_with_hardly_a_gradient_stops_no_other(scale):
-    """Its mean squares, times the damping, leave the range of float32."""
+    """Check mean squares that leave the range of float32 when multiplied by the damping."""
     tx = kfac.kfac(0.1, LAYERS, preconditioner=kfac.SOAP())
     state = history(tx, 1)[-1][1]
     grads, factors = measured(1)
@@ -379,7 +382,7 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, preconditioner):
 
 
 def found_inverse(layers, params, **options):
-    """The inverse of `kfac.kfac` with these options."""
+    """Return the preconditioner that `kfac.kfac` chooses with these options."""
     state = jax.eval_shape(kfac.kfac(0.1, layers, **options).init, params)
     return state_of(state).settings.preconditioner
 
@@ -410,7 +413,7 @@ def test_the_default_is_the_same_as_naming_it():
 @pytest.mark.slow
 @pytest.mark.parametrize(("made", "given"), [(kfac.SOAP(), kfac.Cholesky()), (kfac.Cholesky(), kfac.SOAP())])
 def test_the_state_of_another_inverse_is_refused(made, given):
-    """The parts of the two states differ, too: the default may change with the layers."""
+    """Check that a changed default gives a clear error, although the two states have different structures."""
     state = kfac.kfac(0.1, LAYERS, preconditioner=made).init(problem.initial())
     grads, factors = measured(0)
     with pytest.raises(ValueError, match=f"preconditioner={type(given).__name__}.*state is one for preconditioner"):

@@ -1,4 +1,7 @@
-"""The same four lines in every program, and nothing said of devices: twenty steps are those of one, in float64."""
+"""Test that the same four lines work in every program, without device options.
+
+Twenty steps on several devices match one device in float64.
+"""
 
 import functools
 
@@ -77,7 +80,7 @@ def under_pmap(preconditioner):
     params = copies(initial())
     state = pmap(tx.init)(params)
     params = trained(pmap(step), params, state, parts)
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[-1]), params)  # no device drifts
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[-1]), params)  # devices do not drift apart
     return jax.tree.map(lambda x: x[0], params), state
 
 
@@ -117,7 +120,7 @@ def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, t
 
 
 explicit = {"kind": AxisType.Explicit}
-PROGRAMS = {  # and whether blocks have owners
+PROGRAMS = {  # the last value tells whether blocks have owners
     "pmap": (under_pmap, {}, True),
     "shard_map": (under_shard_map, {}, True),
     "shard_map without its check": (under_shard_map, {"check": False}, True),
@@ -134,13 +137,13 @@ PROGRAMS = {  # and whether blocks have owners
     "the batch alone on a mesh": (over_mesh, {"lies": False}, False),
     "the batch alone on explicit axes": (over_mesh, explicit | {"lies": False}, False),
 }
-# test_distributed.py shows the same for pmap, optimizer/test_layer_lengths.py for gradients that are not averaged.
+# test_distributed.py covers pmap. optimizer/test_layer_lengths.py covers gradients that are not averaged.
 USUAL = {"SOAP": ("explicit axes", "parameters that are split"), "EKFAC": ("shard_map",),
          "Cholesky": ("the batch alone on explicit axes",)}  # fmt: skip
 
 
-# JAX 0.10.0 cannot differentiate a product of such a batch and a matrix that is not on the mesh, except within
-# `jax.set_mesh`.
+# Outside `jax.set_mesh`, JAX 0.10.0 cannot differentiate the product of such a batch and a matrix that is not on the
+# mesh.
 NEEDS_SET_MESH = pytest.mark.xfail(jax.__version_info__ < (0, 10, 1), reason="jax.grad fails without jax.set_mesh")
 
 
@@ -191,7 +194,10 @@ def test_one_call_over_a_mesh(kind, x64):
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["data", None])
 def test_pmap_without_a_word_is_refused(inside, name, x64):
-    """Where devices would drift apart without an error: whether the state is made there or not."""
+    """Check that pmap requires `distribution=`, whether the state is made inside or outside it.
+
+    Otherwise devices would drift apart without an error.
+    """
     tx, step = four_lines(kfac.Cholesky(), lambda tree: tree)
     copies = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (DEVICES, *x.shape)))
     parts = functools.partial(jax.tree.map, lambda x: x.reshape(DEVICES, -1, *x.shape[1:]))
@@ -223,7 +229,7 @@ def test_a_mesh_without_its_word():
 @pytest.mark.slow
 @pytest.mark.parametrize("preconditioner", [None, kfac.Cholesky()])
 def test_an_owner_may_hold_single_blocks_of_several_shapes(preconditioner, x64):
-    """Where each lies does not depend on the order of groups in a state, which `jit` sorts."""
+    """Check that a block's location does not depend on the order of groups in a state, which `jit` sorts."""
     params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}
     params |= {"wide": normal(3, 8, 25) / 3, "back": normal(4, 25, 8) / 5, "head": normal(5, 8, 40) / 3}
 

@@ -1,6 +1,7 @@
-"""Who owns what and when it is inverted: arithmetic, and ResNet-50's figures counted from compiled programs.
+"""Test which device owns each block and when it is inverted.
 
-Tests the inside of `_distributed`: owners, shards and segments are arithmetic on shapes.
+ResNet-50's figures are counted from compiled programs. Other tests use internals of `_distributed`: owners, assignments
+and message layouts are arithmetic on shapes.
 """
 
 import functools
@@ -53,7 +54,7 @@ def test_every_block_has_one_place(blocks, devices):
 
 
 def test_remainders_fill_up_the_devices():
-    """By the elements of gradients; of one group no device has two."""
+    """Check that remainders are balanced by gradient elements, with at most one block per group and device."""
     costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
     assignments = assign_blocks(costs, 8)
     load = [0] * 8
@@ -65,7 +66,7 @@ def test_remainders_fill_up_the_devices():
 
 
 def test_segments_hold_every_block_once():
-    """Of remainders of any sizes, whether segments are filled up, go in pieces, or are missing."""
+    """Check remainders of any size, with message segments that are padded, split into pieces, or missing."""
     rng = np.random.default_rng(0)
     for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
         costs = [Cost(str(k), int(rng.integers(1, 20)), 1, int(rng.integers(1, 99))) for k in range(groups)]
@@ -82,13 +83,14 @@ def test_segments_hold_every_block_once():
         assert layout.direct == 0 or len(layout.lengths) == devices
 
 
-# Of the GPT, 0.015 of the largest block are the table's `G`, which all devices invert as they share the table's rows.
+# In the GPT, the table's `G` takes 0.015 times the largest block's work. All devices invert it, because they share the
+# table's rows.
 CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.2), ("gpt", 64, 1.016, 0)]
 
 
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
-    """The busiest in a refresh: in units of the largest block, or of the work of a device if all had the same."""
+    """Compare the busiest device in a refresh with the largest block, or with the mean work per device."""
     costs = group_costs(group_layers(resnet50_layers if model == "resnet50" else gpt_layers()))
     work = sum(cost.work * assign_blocks(costs, devices)[cost.name].slot_mask.sum(1) for cost in costs)
     largest, mean = max(cost.work for cost in costs), np.mean(work)
@@ -98,15 +100,18 @@ def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean,
 
 @pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.01), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
 def test_preconditioned_gradients_are_hardly_padded(model, devices, most, resnet50_layers):
-    """So a step with local gradients sends what SGD does; bytes of a plan are those of compiled programs."""
+    """Check that a step with local gradients sends about as much as SGD.
+
+    The bytes come from a plan. Another test compares a plan with compiled programs.
+    """
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
     sent = kfac.planning.plan(layers, devices=devices, preconditioner=kfac.Cholesky()).messages
-    # An all-reduce is a reduce-scatter and such a gather.
+    # An all-reduce consists of a reduce-scatter and such a gather.
     assert sent["preconditioning"] <= (2 * most - 1) * sent["gradients"] / 2
 
 
-# The most work of a device in a refresh, and the state of each device, its momentum included, of those of one alone;
-# the bound of factors.
+# Each row has the number of devices and `max_factor_dim`, then two bounds relative to a single device. The first bounds
+# the refresh work of the busiest device. The second bounds each device's state, including its momentum.
 BOUNDED = [(8, 8192, 0.25, 0.138), (64, 8192, 0.22, 0.106), (8, 1024, 0.02, 0.072), (64, 1024, 0.005, 0.016)]
 
 
@@ -125,7 +130,7 @@ def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_factor_dim, pa
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.process_time()
     assign_blocks([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
-    assert time.process_time() - began < 0.1  # it took minutes
+    assert time.process_time() - began < 0.1  # this once took minutes
     group_costs(group_layers(resnet50_layers))
     assert time.process_time() - began < 2
 
@@ -151,7 +156,7 @@ def counted(devices, *options):
 
 @pytest.mark.slow
 def test_the_program_does_not_grow_with_devices():
-    """A message lists its devices, so lines are counted."""
+    """Count lines, because the text of each message lists its devices."""
     grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))
     tx = kfac.scale_by_kfac(problem.layers(), distribution=kfac.Distribution("devices"))
     same, specs = PartitionSpec(), kfac.state.state_specs(tx, grads, "devices")
@@ -173,7 +178,7 @@ def test_the_program_does_not_grow_with_devices():
 
 @pytest.mark.slow
 def test_the_program_of_resnet50_does_not_grow_with_devices():
-    """From 64 devices on, every group has fewer blocks than there are devices, and the programs are alike."""
+    """Check devices from 64 on, where every group has fewer blocks than there are devices, so programs are alike."""
     text = {devices: counted(devices)["text"] for devices in (64, 512)}
     assert abs(text[512] / text[64] - 1) < 0.05
 
@@ -188,6 +193,6 @@ def test_resnet50_on_eight_devices_counted_from_compiled_programs():
     # An all-reduce of `n` bytes sends `2 * 7 / 8 * n`.
     sent = {part: size / 2 * 8 / 7 for part, size in eight["predicted_messages"].items()}
     assert abs(added["sent"] - sent["statistics"]) < 0.01 * added["sent"]
-    # The gradients arrive averaged.
+    # The gradients arrive averaged, so a step sends only preconditioned gradients.
     assert abs(ordinary["sent"] - sent["preconditioning"]) < 0.01 * ordinary["sent"]
     assert abs(eight["state_bytes_with_momentum"] - eight["predicted_state_bytes"]) < 1000

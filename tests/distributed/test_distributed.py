@@ -1,4 +1,4 @@
-"""pmap, shard_map, jit over a mesh and one device on the concatenated batch are the same optimizer."""
+"""Test that pmap, shard_map and jit over a mesh match a single device on the concatenated batch."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ EXAMPLES = 32
 
 
 def make_params(widths, seed=0):
-    """An MLP with a scale and shift behind each layer, and a layer that gets no gradient."""
+    """Return an MLP's parameters, with a scale and shift behind each layer, and with a layer that gets no gradient."""
     params, rng = {}, np.random.default_rng(seed)
     for k, (d_in, d_out) in enumerate(itertools.pairwise(widths)):
         kernel = jnp.asarray(rng.normal(size=(d_in, d_out)) / d_in**0.5, jnp.float32)
@@ -66,7 +66,7 @@ def as_float32(tree):
 
 
 def on_devices(options, **where):
-    """Options of `kfac.kfac`, of which those about devices become a `Distribution`."""
+    """Return options of `kfac.kfac`, with the options about devices collected in a `Distribution`."""
     fields = [field.name for field in dataclasses.fields(kfac.Distribution)]
     where |= {name: value for name, value in options.items() if name in fields}
     rest = {name: value for name, value in options.items() if name not in fields}
@@ -102,7 +102,7 @@ def train_pmap(params, data, layers, options, devices, state=None, first=0):
     step = jax.pmap(step, axis_name=AXIS, static_broadcasted_argnums=3, devices=devices)
     for k, batch in enumerate(data, first):
         shards = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), as_float32(batch))
-        # One program at a time: several in flight can wait for each other's threads on a machine with few cores.
+        # Run one program at a time. On a machine with few cores, several programs can wait for each other's threads.
         params, state = jax.block_until_ready(step(params, state, shards, has_statistics(k)))
     return jax.tree.map(lambda x: x[0], params), state
 
@@ -159,7 +159,7 @@ def train_mesh(params, data, layers, options, devices, state=None, first=0):
 
 
 STYLES = {"pmap": train_pmap, "shard_map": train_shard_map, "mesh": train_mesh}
-MANY_LAYERS = (5,) * 6  # five of one shape, which four devices do not divide
+MANY_LAYERS = (5,) * 6  # five layers of one shape, which four devices do not divide
 FEW_LAYERS = (6, 7, 4)  # more devices than layers
 
 
@@ -183,7 +183,7 @@ def assert_close(a, b, tolerance=1e-5):
 AT_ONCE = (("inverse_update_period", 3), ("interval_warmup_steps", 1), ("damping", 1e-2))
 
 
-# test_any_mesh.py has the other styles with averaged gradients; the test below moves a state over a mesh.
+# test_any_mesh.py covers the other styles with averaged gradients. A test below moves a state over a mesh.
 GRID = [
     pytest.param(
         style, widths, marks=() if (style, count) == ("pmap", "few") else pytest.mark.slow, id=f"{style}-{count}"
@@ -195,7 +195,7 @@ GRID = [
 
 @pytest.mark.parametrize(("style", "widths"), GRID)
 def test_several_devices_are_one(style, widths):
-    """Nothing is said about devices."""
+    """Check an optimizer without device options."""
     options = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-2}
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
@@ -208,7 +208,7 @@ def test_several_devices_are_one(style, widths):
 @pytest.mark.parametrize("widths", [MANY_LAYERS, FEW_LAYERS], ids=["many", "few"])
 @pytest.mark.parametrize("preconditioner", [kfac.Cholesky(), kfac.SOAP()], ids=lambda kind: type(kind).__name__)
 def test_gradients_may_arrive_local(widths, preconditioner):
-    """They are averaged at the owners, or everywhere, and so is what the norm constraint takes of them."""
+    """Check that local gradients are averaged at the owners or everywhere, also for the norm constraint."""
     options = {
         "inverse_update_period": 3,
         "interval_warmup_steps": 1,
@@ -226,7 +226,10 @@ def test_gradients_may_arrive_local(widths, preconditioner):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["shard_map", "mesh"])
 def test_several_devices_are_one_with_eigendecompositions(style):
-    """The state goes to another number of devices on the way. By default curvature/test_ekfac_steps.py does so."""
+    """Move the state to another number of devices on the way.
+
+    In the default run, curvature/test_ekfac_steps.py does this.
+    """
     options = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-2, "preconditioner": kfac.Eigh()}
     params, data, layers, expected, _ = one_device(FEW_LAYERS, tuple(options.items()))
     half, state = STYLES[style](params, data[:3], layers, options, DEVICES)
@@ -241,7 +244,7 @@ MOVING = {"inverse_update_period": 3, "interval_warmup_steps": 1, "damping": 1e-
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_state_moves_between_numbers_of_devices(style):
-    """Three steps on several devices and three on two, by way of the portable state, are six on one."""
+    """Check that three steps on several devices and three on two, with the portable state between, match six on one."""
     params, data, layers, expected, _ = one_device(MANY_LAYERS, tuple(MOVING.items()))
     params, state = STYLES[style](params, data[:3], layers, MOVING, DEVICES)
     portable = jax.tree.map(np.asarray, jax.jit(kfac.state.gather_state)(state))
@@ -256,7 +259,7 @@ def test_a_state_moves_between_numbers_of_devices(style):
 
 @pytest.mark.slow
 def test_eight_devices_do_what_fewer_do():
-    """The tests above in a process of their own, as the number of devices is fixed when JAX starts."""
+    """Run the tests above in another process, because the number of devices is fixed when JAX starts."""
     flags = re.sub(r"(device_count)=\d+", r"\1=8", os.environ["XLA_FLAGS"])
     chosen = "several_devices or moves_between"
     subprocess.run(
@@ -300,7 +303,7 @@ def test_an_axis_that_is_not_bound_is_refused():
 
 @pytest.mark.slow
 def test_a_device_that_sees_nan_hangs_nobody():
-    """Gradients left unaveraged, so that one device alone has a NaN: all devices leave the step out together."""
+    """Check that all devices skip a step together if a single device has a NaN in its unaveraged gradients."""
     params, data, layers, _, _ = one_device(FEW_LAYERS, AT_ONCE)
     devices = 4
     tx = kfac.scale_by_kfac(layers, inverse_update_period=2, distribution=kfac.Distribution(AXIS))
@@ -326,7 +329,7 @@ def test_a_device_that_sees_nan_hangs_nobody():
             before.owned[name].blocks.preconditioner,
         )
         jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.factors, before.owned[name].blocks.factors)
-    # Statistics alone: the gradient is good, so the step counts, and only the layers concerned leave theirs out.
+    # The next batch is finite, so the next step counts.
     following = step(jax.tree.map(jnp.asarray, after), params, batch)
     assert (np.asarray(following.count) == before.count + 1).all()
 
@@ -336,7 +339,7 @@ def test_what_would_be_quietly_wrong_is_refused():
     scattered = jax.eval_shape(lambda s: kfac.state.scatter_state(s, 4), state)
     part = jax.tree.map(
         lambda x: x.update(shape=(1, *x.shape[1:])) if x.ndim else x, scattered
-    )  # as one process alone sees it
+    )  # as a single process sees it
     with pytest.raises(ValueError, match=r"must hold the 4 blocks of all 4 devices in a row, but has \(1,\)"):
         jax.eval_shape(kfac.state.gather_state, part)
 

@@ -1,4 +1,4 @@
-"""Inversions on several simulated devices do not wait for each other's threads."""
+"""Test that inversions on several simulated devices do not wait for each other's threads."""
 
 import pathlib
 import subprocess
@@ -22,7 +22,7 @@ def test_two_simulated_devices_come_to_an_end(attempt):
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_eigenvectors_of_stacked_factors_are_computed_one_by_one(copies):
-    """On CPUs: LAPACK is never called for several matrices at once."""
+    """Check that, on CPUs, LAPACK never gets several matrices at once."""
 
     def loss_fn(params, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)

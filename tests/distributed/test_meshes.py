@@ -1,4 +1,4 @@
-"""`jit` over meshes as `jax.make_mesh` makes them today, whose axes are explicit, and over automatic ones."""
+"""Test `jit` over meshes with explicit axes, as `jax.make_mesh` makes them by default, and with automatic axes."""
 
 import functools
 
@@ -25,7 +25,7 @@ def dense(p, b):
 
 
 def scanned(p, b):
-    """Layers in a scan under remat, each token an example of the marked output."""
+    """Compute a loss with layers in a scan under remat, where each token is an example of the marked output."""
 
     @jax.checkpoint
     def block(h, q):
@@ -92,7 +92,7 @@ def alone(name):
 
 
 def gathered(loss):
-    """A loss of sharded parameters on explicit axes, which has to say that it wants them whole."""
+    """Return a loss that gathers its sharded parameters, as explicit axes require."""
 
     def of_whole(p, b):
         return loss(jax.tree.map(lambda leaf: jax.reshard(leaf, P(*[None] * leaf.ndim)), p), b)
@@ -101,13 +101,13 @@ def gathered(loss):
 
 
 def split_over(mesh, leaf):
-    """The sharding of fully sharded data parallelism: the first axis that the devices divide."""
+    """Return the sharding of fully sharded data parallelism, which splits the first divisible axis."""
     axis = next((k for k, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
     return NamedSharding(mesh, P(*["data" if k == axis else None for k in range(leaf.ndim)]))
 
 
 def grid():
-    """All combinations; of those run by default every choice is in one."""
+    """Yield all combinations. Each choice occurs in at least one default test."""
     for name in LOSSES:
         for kind in (AxisType.Explicit, AxisType.Auto):
             for form in ("replicated", "sharded"):
@@ -151,7 +151,7 @@ def test_a_mesh_is_one_device(name, kind, form):
 )
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "columns"])
 def test_lengths_of_steps_with_sharded_parameters(name, options, last):
-    """On explicit axes a sum over a leaf that is split, or another form of it, has to say how it lies."""
+    """Check explicit axes, where sums and reshapes of a split leaf must give a sharding."""
     layers, _ = alone(name)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 
@@ -176,7 +176,7 @@ def test_lengths_of_steps_with_sharded_parameters(name, options, last):
 
 @pytest.mark.slow
 def test_micro_batches_with_sharded_parameters():
-    """On explicit axes sums over the parts lie as the gradients do."""
+    """Check explicit axes, where the sums over micro-batches have the gradients' sharding."""
     layers, expected = alone("dense")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 

@@ -1,6 +1,6 @@
-"""What devices send each other, counted from compiled programs.
+"""Test the messages between devices, counted from compiled programs.
 
-Uses the inside of three rooms: groups and buckets by themselves, and thresholds under which patches are small.
+Some tests use internals of three packages: groups, message buckets, and thresholds below which patches are small.
 """
 
 import functools
@@ -24,7 +24,7 @@ DEVICES = 4
 
 
 def convolutions(n):
-    """Of all kinds of strides, whose statistics come from patches, and one by offsets."""
+    """Return a loss over convolutions with three strides. One convolution gets its statistics by offsets."""
 
     def conv(x, w, s):
         return jnp.tanh(lax.conv_general_dilated(x, w, (s, s), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
@@ -50,7 +50,7 @@ CASES = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", CASES)
 def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
-    """Statistics of a batch over a mesh: nothing is sent but sums, each once, also where parts are taken in a loop."""
+    """Check that statistics over a mesh send only sums, each once, even if parts of the batch are taken in a loop."""
     for module in (convolution, moments):
         monkeypatch.setattr(module, "PATCH_ELEMENTS", 1 << 12)
     loss, params, batch, find = CASES[name](8 * DEVICES)
@@ -69,14 +69,17 @@ def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):
         results = lowered.out_info
         sent = messages.by_kind(messages.messages(lowered.compile().as_text(), DEVICES))
     assert set(sent) == {"all-reduce", "reduce-scatter", "sent"}
-    # Numerators and normalisers of softmax and norms over the batch are among them, and sums of rows.
+    # The sums include numerators and normalisers of softmax and norms over the batch, and sums of rows.
     assert sent["sent"] < 1.25 * sum(4 * np.prod(leaf.shape) for leaf in jax.tree.leaves(results))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_no_device_holds_the_sums_of_all_layers(scanned):
-    """Over a mesh temporary memory hardly grows with depth: a layer's sums are sent before the next are formed."""
+    """Check that temporary memory hardly grows with depth over a mesh.
+
+    A layer's sums are sent before the next layer's sums are formed.
+    """
     d, mesh = 256, jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
 
     def loss(p, x):
@@ -108,7 +111,7 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
             return jax.jit(step).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 
     grown = [temporary(12, statistics) - temporary(4, statistics) for statistics in (False, True)]
-    sums = 8 * 2 * 4 * d * d  # of eight layers, `A` and `G`
+    sums = 8 * 2 * 4 * d * d  # eight layers with `A` and `G`
     assert grown[1] - grown[0] < 0.1 * sums, (grown, sums)
 
 
@@ -116,7 +119,7 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
 @pytest.mark.parametrize("style", ["shard_map", "mesh"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
-    """Of Kronecker factors, everywhere by the same option."""
+    """Check that the same option sets the dtype of Kronecker factors under shard_map and over a mesh."""
     loss, params, batch, find = CASES["attention"](8 * DEVICES)
     layers = kfac.find_layers(loss, params, batch, **find)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
@@ -140,7 +143,7 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
 
 @pytest.mark.slow
 def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistics():
-    """Counted from the jaxpr of a training step of ResNet-50: FLOPs of products on which that message does not wait."""
+    """Count the FLOPs of products that do not wait for this message, in the jaxpr of a ResNet-50 training step."""
     loss, params, batch, _ = messages.resnet50(DEVICES, size=64)
     layers = kfac.find_layers(loss, params, batch)
     tx = kfac.scale_by_kfac(layers, inverse_update_period=10, distribution=kfac.Distribution("data"))
@@ -163,7 +166,7 @@ def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistic
 
 
 def test_the_first_message_of_statistics_is_of_what_the_backward_pass_has_finished_first():
-    """By the order of the program, whatever the parameters are called."""
+    """Check that the program's order counts, whatever the parameters' names are."""
 
     def loss(params, x):
         for name in ("stem", "a", "b", "head"):

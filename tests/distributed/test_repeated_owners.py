@@ -1,4 +1,4 @@
-"""`Distribution(owner_axes=)`: owners on each node, and sums alone between nodes."""
+"""Test `Distribution(owner_axes=)`, with owners on each node and only sums between nodes."""
 
 import functools
 
@@ -24,7 +24,7 @@ def parameters():
 
 
 def stepped(tx, found, options, average):
-    """One step as a function of parameters, state and a batch, with statistics in all but two."""
+    """Return a step as a function of parameters, state, batch, and whether the step has statistics."""
 
     def step(p, state, data, statistics):
         basis = (
@@ -39,7 +39,7 @@ def stepped(tx, found, options, average):
 
 def optimizer(found, options, **where):
     options = {"damping": 1e-2, "step_norm": None, "inverse_update_period": 2} | options
-    options.pop("gradients", None)  # of the step
+    options.pop("gradients", None)  # an option of the step
     options = {name: value for name, value in options.items() if name not in wire_of(options)}
     return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
 
@@ -118,7 +118,7 @@ def test_in_shard_map_it_is_one_device(x64, options):
     close(params, expected)
     for name, value in kfac.diagnostics(alone).items():
         np.testing.assert_allclose(kfac.diagnostics(state)[name], value, rtol=1e-4, err_msg=name)
-    # Every group of owners holds all blocks.
+    # Each group of owners holds all blocks.
     held, whole = blocks(jax.jit(kfac.state.gather_state)(state)), blocks(alone)
     for name, block in whole.items():
         close([held[name].factors, held[name].weight], [block.factors, block.weight])

@@ -1,4 +1,4 @@
-"""Thirty steps over meshes, with parameters split as people split them, are one device's: in float64, to 1e-10."""
+"""Test that thirty steps over meshes, with usual parameter shardings, match one device in float64 to 1e-10."""
 
 import functools
 import itertools
@@ -16,7 +16,8 @@ import kfac
 from checking import FAST, normal
 from problem import motions, plain_kfac
 
-# Two and three divide all sizes. Gradients of every layer have full rank: vectors of equal eigenvalues are any.
+# Two and three divide all sizes. Every layer's gradients have full rank, because equal eigenvalues leave their
+# eigenvectors undetermined.
 N, T, D, HEADS, LAYERS, EXPERTS, CLASSES = 12, 9, 12, 6, 6, 6, 24
 STEPS = 30
 
@@ -38,7 +39,7 @@ def parameters():
             "head": array(11, D, CLASSES)}  # fmt: skip
 
 
-# Which axis of a leaf lies on the mesh axis "model", by the form that the parameters are split in.
+# The axis of each leaf that is split over the mesh axis "model", by the form of parallelism.
 COLUMNS, ROWS = {"qkv": 3, "up": 2, "up_bias": 1, "head": 1}, {"out": 1, "down": 1}
 SPLITS = {
     "data": lambda path, leaf: None,
@@ -51,7 +52,7 @@ SPLITS["hsdp"] = SPLITS["fsdp"]
 
 
 def axes_of(form, devices):
-    """The mesh: its axes, and over which of them lie the batch and the parameters that are split."""
+    """Return the axes of the mesh, the axes that split the batch, and the axis that splits parameters."""
     if form in ("data", "fsdp"):
         return {"data": devices}, ("data",), "data"
     first = 2 if devices == 4 else 1
@@ -69,7 +70,7 @@ def specs_of(form, params, axis):
 
 
 def loss_of(form, batch_axes, explicit):
-    """The loss; on explicit axes it says how results lie where products sum over an axis that is split."""
+    """Return the loss. On explicit axes it gives the sharding of products that sum over a split axis."""
     model = "model" if form == "tensor" else None
     own = P(batch_axes)
 
@@ -112,7 +113,10 @@ def batches():
 
 
 def trained(loss, layers, preconditioner, blind=False, place=lambda params, batch: (params, batch)):
-    """Parameters and momenta after thirty steps, two of three with statistics, inverses at every third."""
+    """Return parameters and momenta after thirty steps.
+
+    Two of three steps have statistics. Every third step inverts.
+    """
     params = parameters()
     tx = plain_kfac(
         0.002, layers, damping=1.0, inverse_update_period=3, interval_warmup_steps=2, preconditioner=preconditioner
@@ -153,7 +157,10 @@ def alone(preconditioner, max_factor_dim):
 
 
 def grid():
-    """All combinations. By default one; docs/distributed.md, which a test runs, and test_meshes.py have others."""
+    """Yield all combinations, of which a single combination runs by default.
+
+    docs/distributed.md, which a test runs, and test_meshes.py cover others.
+    """
     usual = {("tensor", AxisType.Auto, "Cholesky", 4, "seen", 20)}
     for form in SPLITS:
         for kind in (AxisType.Auto, AxisType.Explicit):

@@ -1,4 +1,4 @@
-"""Parameters that are split over a mesh, and gradients that no device gets whole."""
+"""Test parameters that are split over a mesh, whose gradients no device gathers whole."""
 
 import functools
 
@@ -19,7 +19,7 @@ D, N = 8, 12
 
 
 def parameters(dtype=np.float64):
-    """Five blocks, whose number divides nothing, and `in`, which is left out."""
+    """Return five blocks, a number that the devices do not divide, and `in`, which is skipped."""
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tied_parameters(5, D, 16, D))
 
 
@@ -33,7 +33,7 @@ def found(dtype=np.float64):
 
 
 def meshes(kind):
-    """Four devices, and where a leaf lies on them: as FSDP has it, and on two axes as HSDP has it."""
+    """Return four devices and a leaf's shardings, as in FSDP and, on two axes, as in HSDP."""
     mesh = jax.make_mesh((2, 2), ("node", "gpu"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     return mesh, {"fsdp": P(("node", "gpu")), "columns": P(None, "gpu"), "rows": P("gpu")}
 
@@ -46,7 +46,7 @@ def lying(mesh, spec, params):
 
 
 def updates_of(tx, grads, factors, steps=3):
-    """Of some steps with the same gradients, of which the last brings no statistics."""
+    """Return the updates of a few steps with the same gradients, and the state. The last step has no statistics."""
     state, found = tx.init(grads), []
     update = jax.jit(observing(tx), compiler_options=FAST)
     for step in range(steps):
@@ -97,7 +97,7 @@ def test_updates_are_those_of_one_device_and_lie_as_the_gradients(kind, form, ow
 
 @pytest.mark.slow
 def test_a_step_with_a_number_that_is_not_finite_changes_nothing(x64):
-    """In what owners alone get, in what all do, and in what is left out."""
+    """Check gradients that only owners get, gradients that all devices get, and skipped gradients."""
     grads, factors = measured()
     mesh, specs = meshes(AxisType.Auto)
     tx = kfac.scale_by_kfac(found())
@@ -129,7 +129,7 @@ def test_narrow_gradients_and_layers_that_are_masked(x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_no_device_gets_all_of_a_gradient(kind):
-    """Stacked kernels that are split by rows, with biases: what is gathered is the norms', and hardly any memory."""
+    """Check that stacked kernels, split by rows, and their biases are not gathered. The norms' gradients are."""
     devices, copies, d = 4, 6, 64
     shapes = {"w": (copies, d, d), "b": (copies, d), "scale": (d,)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -149,7 +149,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
             split = {n: messages.abstract(params[n], lies[n]) for n in params}
             states = jax.tree.map(lambda s: NamedSharding(mesh, s), kfac.state.state_specs(tx, params, "data"))
             state = messages.abstract(jax.eval_shape(tx.init, params), states)
-            if seen:  # by `init`, of arrays that lie so
+            if seen:  # `init` sees arrays with this sharding
                 zeros = {n: jnp.zeros(split[n].shape, device=lies[n]) for n in split}
                 state = state._replace(settings=tx.init(zeros).settings)
             program = jax.jit(tx.update, out_shardings=(lies, states)).lower(split, state).compile()
@@ -162,7 +162,7 @@ def test_no_device_gets_all_of_a_gradient(kind):
 
 @pytest.mark.slow
 def test_what_overflows_a_narrow_dtype_is_no_step():
-    """A float16 kernel beside a float32 bias; far too large is what has been preconditioned, not the gradient."""
+    """Check a float16 kernel with a float32 bias. The preconditioned gradient overflows, but the gradient does not."""
     params = {"w": jnp.ones((4, 4), jnp.float16), "b": jnp.ones(4, jnp.float32)}
 
     def loss(p, x):

@@ -1,4 +1,4 @@
-"""docs/coming_from_adamw.md: the loops train, wrong places in a chain do harm, and a new process goes on as before."""
+"""Test docs/coming_from_adamw.md: loops train, wrong places in a chain do harm, and a new process resumes exactly."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ SHOWN = "".join(re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTA
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The names of the page, the lines that it prints, and the folder with its checkpoints."""
+    """Return the page's names, the lines that it prints, and the folder with its checkpoints."""
     names, printed, folder = {}, io.StringIO(), tmp_path_factory.mktemp("resumed")
     assert len(BLOCKS) == 9
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
@@ -34,7 +34,7 @@ def page(tmp_path_factory):
 
 
 def figures(line):
-    """The accuracy in percent, and the held-out loss."""
+    """Return the accuracy in percent, and the held-out loss."""
     return [float(x) for x in re.findall(r"\d+\.\d+", line)]
 
 
@@ -69,7 +69,7 @@ def test_clipping_before_k_fac_changes_nothing_unless_it_clips(page):
 
 
 def test_a_new_process_goes_on_bit_for_bit(page):
-    """It runs the definitions and the restoring block only. The page's own run made the same step."""
+    """Run only the definitions and the restoring block. The page's own run made the same step."""
     names, _, folder = page
     [restore] = [k for k, block in enumerate(BLOCKS) if "pickle.loads" in block]
     definitions = BLOCKS[0][: BLOCKS[0].index("tx = optax.chain")] + BLOCKS[1]
@@ -117,6 +117,6 @@ def test_the_optimizer_of_nnx_learns_with_dropout_and_a_recurrent_layer(page):
     scalars = kfac.diagnostics(nnx.as_pure(names["optimizer"].opt_state))
     assert scalars["condition"] > 1 and scalars["skipped_steps"] == 0
     assert names["nnx_layers"].num_examples == 256
-    assert float(names["nnx_last"]) < 1.5  # log 10 by guessing
-    # Statistics draw no random numbers of the model.
+    assert float(names["nnx_last"]) < 1.5  # guessing gives log 10
+    # Statistics do not draw the model's random numbers.
     assert int(names["reader"].dropout.rngs.count[...]) == len(names["batches"])

@@ -1,4 +1,4 @@
-"""The documentation says what the package does: its examples run, its tables are complete."""
+"""Test that the documentation agrees with the package: its examples run, and its tables are complete."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ OPTIONS = (DOCS / "options.md").read_text()
 
 
 def _run(page, count, chosen=slice(None)):
-    """What the names in the examples of a page, `count` in all, stand for after those chosen have run."""
+    """Run the chosen examples of a page that has `count` examples, and return their names."""
     params, batch, loss_fn = model_and_data()
     names = {"loss_fn": loss_fn, "params": params, "batch": batch}
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -63,7 +63,7 @@ def test_no_other_page_has_code_that_is_not_run():
 @pytest.mark.slow
 def test_the_operator_page_runs():
     names = _run("operators.md", 6, slice(4))
-    # Corrected eigenvalues have the trace of the exact matrix, whatever the basis.
+    # Corrected eigenvalues have the exact matrix's trace, whatever the basis.
     expected = np.trace(names["whole"].to_dense()) + 1e-3 * names["fisher"].size
     np.testing.assert_allclose(names["ekfac"].trace(), expected, rtol=1e-4)
     assert names["logits"].shape == (20, 5, 3)
@@ -84,10 +84,10 @@ def test_each_snippet_of_the_gallery_runs_alone():
     assert equation["error"] < 1e-3
     for names in found:
         kinds = {layer.kind for layer in names["layers"]}
-        assert kinds <= {"dense", "unitwise"}, kinds  # exact rows throughout
+        assert kinds <= {"dense", "unitwise"}, kinds  # all layers have exact rows
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(electrons["grads"]))
     assert laplace["sample"]["kernel"].shape == (64, 10) and np.isfinite(laplace["evidence"])
-    # The gradient of the query's loss, weighted by the inverse, is the sum of all examples' influences on it.
+    # The mean influence on the query is the product of the whole gradient and the query's direction.
     whole = jax.grad(influence["loss_fn"])(influence["params"], influence["batch"])
     expected = optax.tree.vdot(whole, influence["direction"])
     np.testing.assert_allclose(influence["scores"].mean(), expected, rtol=1e-3)
@@ -97,7 +97,7 @@ def test_each_snippet_of_the_gallery_runs_alone():
 
 
 def test_the_places_for_changes_exist():
-    """The modules, names and tests in the table of docs/architecture.md."""
+    """Check the modules, names and tests in the table of docs/architecture.md."""
     text = (DOCS / "architecture.md").read_text()
     table = text.partition("## Where to make a change")[2].partition("\n## ")[0]
     for _, places, tests in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)[1:]:
@@ -131,7 +131,7 @@ def test_the_operator_page_shows_what_its_code_prints(capsys):
     printed = capsys.readouterr().out
     assert re.sub(number, "", printed).split() == re.sub(number, "", shown).split()
     found, expected = ([float(x) for x in re.findall(number, text)] for text in (printed, shown))
-    # A rounding error may change a draw, and with it the way to the last steps.
+    # A rounding error may change a draw, and with it the last steps.
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
@@ -145,7 +145,7 @@ def test_every_public_name_is_in_the_reference():
     ]
     documented = dict(found)
     assert len(documented) == len(found)
-    whole = {"kfac.schedules"}  # with all members
+    whole = {"kfac.schedules"}  # documented with all members
     names = {name for name in OBJECTS if name.rpartition(".")[0] not in whole}
     assert documented.keys() == names | (public_modules().keys() - {"kfac"})
     for name, page in documented.items():
@@ -157,7 +157,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def _table(heading):
-    """Rows of the first table after `heading` as {first cell: second cell}, both without quotes."""
+    """Return the rows of the first table after `heading` as {first cell: second cell}, without backquotes."""
     text = OPTIONS[OPTIONS.index(heading) :]
     rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
     cells = [[cell.strip().strip("`") for cell in row.split("|")[1:-1]] for row in rows]
@@ -193,7 +193,7 @@ def test_every_option_of_one_call_and_of_adaptive_damping_is_documented_with_its
     for function in (kfac.train_step, kfac.adaptive_damping):
         table = _table(f"Options of `{function.__name__}`")
         assert {name: eval(default) for name, default in table.items()} == _options(function)
-    # The page says that these are options of find_layers too.
+    # The page says that these are also options of find_layers.
     shared = _options(kfac.find_layers)
     rows = _table("Options of `train_step`")
     assert list(rows)[list(rows).index("batch_argnums") :] == [
@@ -209,7 +209,7 @@ def test_every_diagnostic_is_documented(names):
     found = set(scalars) | set(kfac.diagnostics(names["adaptive_state"])) | set(clipped)
     table = _table("## Diagnostics")
     assert set(table) == found
-    assert all(table.values())  # a normal range for each
+    assert all(table.values())  # each has a normal range
     assert all(np.isfinite(value) for value in scalars.values())
 
 
@@ -244,7 +244,7 @@ def _assert_close(found, expected, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def one_device(distributed):
-    """The guides' optimizer on one device that has the whole batch: after each step its parameters and its state."""
+    """Return the guides' parameters and state after each step, on one device with the whole batch."""
     names = distributed
     params, batch, layers = names["params"], names["batch"], names["layers"]
     tx = kfac.kfac(0.1, layers, inverse_update_period=3)
@@ -293,7 +293,7 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     step = jax.shard_map(local_step, mesh=mesh, in_specs=(names["same"], specs, split), out_specs=names["same"])
     params = jax.device_get(names["global_params"])
     _assert_close(jax.jit(step)(params, names["small_state"], batch), expected)
-    # The form of pmap holds the same numbers.
+    # The state in pmap's form has the same values.
     again = jax.jit(kfac.state.gather_state)(names["small_stacked_state"])
     jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
 

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the top-level names run."""
+"""Test that the examples in the docstrings of top-level names run."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from public import PUBLIC
 
 
 def examples(name):
-    """The blocks after `::` in a docstring."""
+    """Return the blocks after `::` in a docstring."""
     text = inspect.getdoc(PUBLIC[name])
     blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", text + "\n")
     return [textwrap.dedent(block) for block in blocks]
@@ -30,7 +30,7 @@ def network(params, x):
 
 @pytest.fixture(scope="module")
 def names():
-    """The names that the examples use without a definition."""
+    """Return the names that the examples use without defining them."""
     params, batch, loss_fn = model_and_data()
     layers = kfac.find_layers(loss_fn, params, batch)
     optimizer = kfac.kfac(0.1, layers)
@@ -58,7 +58,7 @@ def names():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_the_example_runs(name, names, monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *args: None)  # the folder of the compilation cache
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)  # leave the compilation cache's folder alone
     blocks = examples(name)
     assert blocks, "a docstring without an example"
     own = dict(names)

@@ -1,4 +1,4 @@
-"""docs/getting_started.md: its code trains, in three frameworks and on several devices, and prints what is shown."""
+"""Test docs/getting_started.md: its code trains in three frameworks and on several devices, with the shown output."""
 
 import re
 
@@ -15,7 +15,7 @@ PAGE = (DOCS / "getting_started.md").read_text()
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The names of the page, and what it prints; with a home for the cache of programs that it sets."""
+    """Return the page's names and its output. The home folder is temporary, because the page sets a program cache."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         printed, before = [], jax.config.jax_compilation_cache_dir
@@ -32,7 +32,10 @@ def page(tmp_path_factory):
 
 
 def test_the_page_shows_what_its_code_prints(page):
-    """All of it but accuracies to the letter; these within two points, as rounding may change a few images."""
+    """Compare all output exactly, except accuracies.
+
+    Accuracies may differ by two points, because rounding may change a few images.
+    """
     _, printed = page
     shown = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     found = "\n".join(printed[:-2]).splitlines()  # the last two lines name the devices of this run
@@ -49,7 +52,7 @@ def test_the_page_shows_what_its_code_prints(page):
 def test_k_fac_learns_and_the_table_has_a_layer_of_every_kind(page):
     names, printed = page
     found = [float(line.split(": ")[1].rstrip("%")) for line in printed if line.endswith("%")]
-    assert len(found) == 4 and min(found) > 90  # one in ten by guessing
+    assert len(found) == 4 and min(found) > 90  # guessing gives 10%
     assert str(names["layers"]) in printed
     kinds = {layer.kind for layer in names["layers"]}
     table = PAGE[PAGE.index("| kind | meaning |") :]
@@ -60,7 +63,7 @@ def test_k_fac_learns_and_the_table_has_a_layer_of_every_kind(page):
 
 def test_the_own_loop_learns(page):
     names, _ = page
-    assert float(names["own_last"]) < 1.3  # log 10 by guessing
+    assert float(names["own_last"]) < 1.3  # guessing gives log 10
     scalars = kfac.diagnostics(names["own_state"])
     assert scalars["condition"] > 1 and scalars["skipped_steps"] == scalars["skipped_statistics"] == 0
     assert jax.tree.structure(names["own_params"]) == jax.tree.structure({"hidden": 0, "output": 0})
@@ -82,7 +85,7 @@ def test_the_model_of_nnx_has_what_was_learnt(page):
     assert float(names["nnx_last"]) < 0.6 and kfac.diagnostics(names["nnx_state"])["skipped_steps"] == 0
     model = names["nnx_model"]
     np.testing.assert_array_equal(model.hidden.kernel[...], names["nnx_params"].hidden.kernel[...])
-    assert np.abs(model.norm.mean[...]).max() > 1e-3  # no longer what it was at first
+    assert np.abs(model.norm.mean[...]).max() > 1e-3  # no longer the initial average
 
 
 def test_the_averages_of_equinox_move(page):

@@ -1,4 +1,4 @@
-"""docs/interop.md: every loop on it trains, with the statistics arriving at the optimizer."""
+"""Test docs/interop.md: every loop on it trains, and its statistics arrive at the optimizer."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def names():
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=15):
-    """The loop of the README: parameters, state and the last loss."""
+    """Run the README's loop, and return parameters, state and the last loss."""
     tx = tx or kfac.kfac(0.1, layers)
 
     @jax.jit
@@ -44,7 +44,7 @@ def assert_same(found, expected):
 
 
 def centred(params):
-    """Without what the three logits have in common: a softmax does not see it, so rounding alone moves it."""
+    """Subtract the mean of the three logits, which a softmax ignores, so only rounding changes it."""
     return jax.tree.map(lambda x: x - x.mean(-1, keepdims=True) if x.shape[-1] == 3 else x, params)
 
 
@@ -59,7 +59,7 @@ def test_a_train_state_of_flax_does_what_the_plain_loop_does(names):
 def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
     from flax import nnx
 
-    initial = nnx.state(names["Network"](nnx.Rngs(0)), nnx.Param)  # those of the page have been trained since
+    initial = nnx.state(names["Network"](nnx.Rngs(0)), nnx.Param)  # the page has trained its own parameters since
     expected = plain(names["nnx_loss"], names["nnx_layers"], initial, names["batch"])
     assert_same(*map(centred, (nnx.state(names["nnx_model"], nnx.Param), expected[0])))
     assert names["scalars"]["condition"] == pytest.approx(float(kfac.diagnostics(expected[1])["condition"]), rel=1e-3)
@@ -67,7 +67,7 @@ def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
 
 @pytest.mark.slow
 def test_a_partition_gives_each_its_own(names):
-    """Without `skip=` a bias that is AdamW's is an error, because it is part of its kernel's block."""
+    """Check that biases of AdamW need `skip=`, because they are part of their kernels' blocks."""
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
     whole = kfac.find_layers(loss_fn, params, batch)
     tx = optax.partition({"kfac": kfac.kfac(0.1, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
@@ -75,7 +75,7 @@ def test_a_partition_gives_each_its_own(names):
         tx.init(params)
     layers, partitioned = names["word_layers"], names["partitioned"]
     assert_same(names["partitioned_params"], plain(loss_fn, layers, params, batch, partitioned)[0])
-    # The first step of AdamW has the length of its rate.
+    # AdamW's first step is as long as its learning rate.
     first = plain(loss_fn, layers, params, batch, partitioned, steps=1)[0]
     moved = jnp.abs(first["embedding"]["embedding"] - params["embedding"]["embedding"])
     read = np.unique(batch[0])
@@ -89,7 +89,7 @@ def test_a_partition_gives_each_its_own(names):
 
 def test_haiku_learns(names):
     assert kfac.diagnostics(names["hk_state"])["condition"] > 1
-    assert 0 < float(names["hk_last"]) < 0.8  # log 3 by guessing
+    assert 0 < float(names["hk_last"]) < 0.8  # guessing gives log 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""No link is broken in README.md, CONTRIBUTING.md, CHANGELOG.md, and the pages of docs, examples and tests.
+"""Test that no link is broken in README.md, CONTRIBUTING.md, CHANGELOG.md, and the pages of docs, examples and tests.
 
 A link is broken if its file, page or heading does not exist. Web addresses are not opened. Addresses of files in this
 repository are checked like the files.
@@ -38,7 +38,7 @@ def pages(root=ROOT):
 
 @functools.cache
 def prose(page):
-    """Return a page without its blocks of code."""
+    """Return a page without its code blocks."""
     text = page.read_text()
     if page.suffix == ".ipynb":
         cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
@@ -52,7 +52,7 @@ def markdown_links(page):
 
 
 def rst_links(page):
-    """Return the files and pages that a page of reStructuredText names, each page with its suffix."""
+    """Return the files and pages that a reStructuredText page names, each page with its suffix."""
     text = prose(page) + "\n"
     targets = re.findall(r"^\.\. (?:image|figure|include|literalinclude):: (\S+)$", text, re.MULTILINE)
     targets += re.findall(r"`[^`<]*<([^`<>]+)>`_", text)
@@ -186,7 +186,7 @@ def test_broken_links_of_restructured_text_are_found(tmp_path):
 
 @pytest.fixture
 def outside(monkeypatch):
-    """The extension that rewrites links of the built pages."""
+    """Return the extension that rewrites links in the built pages."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "docs" / "extensions"), *sys.path])
     import outside
 

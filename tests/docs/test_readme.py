@@ -1,4 +1,4 @@
-"""The README's example, run as it stands there, with the output that is shown; and its figures."""
+"""Test the README: its example runs unchanged and prints the shown output, and its figures are right."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def model_and_data():
-    """A two-layer network and a batch of a task that it can learn."""
+    """Return a two-layer network's parameters, a batch of a task that it can learn, and its loss."""
     k1, k2, k3 = jax.random.split(jax.random.key(0), 3)
     params = {
         "hidden": {"kernel": 0.3 * jax.random.normal(k1, (5, 8)), "bias": jnp.zeros(8)},
@@ -38,7 +38,7 @@ def test_the_example_of_the_readme_trains():
     [shown] = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     printed, names = io.StringIO(), {}
     with contextlib.redirect_stdout(printed):
-        exec(code, names)  # What a reader would paste.
+        exec(code, names)  # as a reader would paste it
     *found, loss = printed.getvalue().splitlines()
     *expected, shown_loss = shown.splitlines()
     assert found == expected
@@ -61,18 +61,18 @@ def test_files_that_the_readme_links_exist():
 
 
 def score(text):
-    """A cell's percentage as a share, or its nats as a negative score, as the study stores them."""
+    """Return a cell's percentage as a fraction, or its nats as a negative score, as the study stores them."""
     number = float(re.search(r"\d+\.\d+", text)[0])
     return number / 100 if "%" in text else -number
 
 
 def test_the_table_of_the_readme_has_the_stored_runs():
-    """K-FAC at the recommended rate, the other methods at the rate with the best mean over their seeds."""
+    """Compare K-FAC at the recommended rate, and other methods at the rate with the best mean over their seeds."""
     lines = (ROOT / "examples/large_batch/results/networks.jsonl").read_text().splitlines()
     steps, rates = {10: 60, 100: 400, 390: 600}, {10: 0.1, 100: 0.05, 390: 0.05}
     scores = {}
     for row in map(json.loads, lines):
-        batches = row.get("batch", 10)  # the first rows name none
+        batches = row.get("batch", 10)  # the first rows do not name the batch
         if row.get("schedule", "falling") == "falling" and row["steps"] == steps.get(batches):
             by_rate = scores.setdefault((row["network"], batches, row["method"]), {})
             by_rate.setdefault(row["rate"], {})[row["seed"]] = row["score"]

@@ -1,4 +1,4 @@
-"""The errors on the troubleshooting page are those that users get, to the letter."""
+"""Test that the errors on the troubleshooting page are exactly the errors that users get."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command that prints errors of factors and of update directions."""
+"""Test the command that prints errors of factors and of update directions."""
 
 import pathlib
 import sys

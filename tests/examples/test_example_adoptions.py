@@ -1,4 +1,4 @@
-"""`examples/adoptions`: each of the nine scripts runs, with K-FAC and before, and the results on file are complete."""
+"""Test `examples/adoptions`: all nine scripts run, with K-FAC and before, and the stored results are complete."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "adoptions" / "adoptions.py"
 def adoptions():
     spec = importlib.util.spec_from_file_location("adoptions", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:  # the devices are those of the tests
+    with pytest.MonkeyPatch.context() as patched:  # leave the tests' devices alone
         patched.setenv("XLA_FLAGS", "")
         patched.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
@@ -35,7 +35,7 @@ def test_a_script_is_run_once_and_resumed(adoptions, tmp_path, monkeypatch, caps
     assert len(lines) == 1 + len(adoptions.RATES)
     [ours, *theirs] = map(json.loads, lines)
     assert ours["held out"] < min(r["held out"] for r in theirs)
-    assert capsys.readouterr().out.count("learned variance  ") == 2  # a row of the table each time
+    assert capsys.readouterr().out.count("learned variance  ") == 2  # a table row each time
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def pretrained(monkeypatch):
 
 @pytest.mark.slow
 def test_a_network_in_the_shape_of_magika_is_fine_tuned(pretrained, monkeypatch):
-    """The published weights need two more packages, so these are random."""
+    """Use random weights, because the published weights need two more packages."""
     monkeypatch.setattr(pretrained, "BATCH", 4)
     keys = jax.random.split(jax.random.key(0), len(pretrained.WEIGHTS))
     params = {

@@ -1,4 +1,4 @@
-"""The submission to AlgoPerf, by the loop of our own, on a workload of our own: no checkout of theirs is needed."""
+"""Test the AlgoPerf submission with our own loop and workload, without a checkout of AlgoPerf."""
 
 import collections
 import importlib
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algoperf"
 
 
 class Lines:
-    """Two classes on either side of a line, with the properties and methods of a workload of theirs."""
+    """Separate two classes by a line, with an AlgoPerf workload's properties and methods."""
 
     model_params_types = loss_type = metrics_logger = None
     step_hint, eval_period_time_sec = 40, 1000

@@ -1,4 +1,4 @@
-"""`examples/autoencoder` and what the examples that compare optimizers share, on tiny sizes."""
+"""Test `examples/autoencoder`, and the code shared by the examples that compare optimizers, on tiny sizes."""
 
 import importlib
 import math
@@ -33,7 +33,7 @@ def autoencoder(monkeypatch, comparison):
 
 
 def test_the_network_and_its_losses_are_those_of_the_papers(autoencoder):
-    """Against NumPy: tanh but for the code and the output, Bernoulli cross-entropy summed over pixels."""
+    """Compare with NumPy: tanh except at the code and the output, and Bernoulli cross-entropy summed over pixels."""
     params = autoencoder.init(jax.random.key(0), (64, 5, 3))
     assert [layer["kernel"].shape for layer in params] == [(64, 5), (5, 3), (3, 5), (5, 64)]
     images = np.random.default_rng(0).random((7, 64))
@@ -79,7 +79,7 @@ def test_points_of_a_grid_are_distinct_and_always_the_same(comparison):
 
 
 class Counted:
-    """In the place of a task: a run takes no time, and ends at its learning rate."""
+    """Replace a task by runs that take no time and end with their learning rate as the loss."""
 
     def __init__(self):
         self.runs = []
@@ -110,7 +110,10 @@ def test_a_search_goes_on_where_it_stopped(comparison, tmp_path, capsys):
 
 
 def test_a_search_goes_beyond_the_grid(comparison, tmp_path):
-    """Twice and half the best rate, twice; of K-FAC once, which so never has more trials than the others."""
+    """Check the trials at twice and half the best rate, repeated twice.
+
+    K-FAC tries them only once, so it never has more trials than the others.
+    """
     grids = {"adam": {"learning_rate": (0.1, 0.2)}, "kfac": {"learning_rate": (0.4, 0.5)}}
     task = Counted()
     comparison.search(task, grids, comparison.Options(steps=5, every=5, trials=2, folder=tmp_path), "training")
@@ -136,7 +139,7 @@ def test_the_comparison_says_when_a_loss_is_reached(comparison):
 
 
 def kept(comparison, grids, folder, measure):
-    """The trials in the folder of an example, and the curve of the best of each optimizer."""
+    """Return the trials in an example's folder, and the curve of each optimizer's best trial."""
     trials = comparison.read(EXAMPLES / folder / "trials.jsonl")
     return trials, {name: comparison.best(trials, name, measure)["curve"] for name in grids}
 
@@ -146,7 +149,10 @@ def kept(comparison, grids, folder, measure):
     [("autoencoder", "deep_autoencoder", "training"), ("language_model", "char_transformer", "validation")],
 )
 def test_the_page_shows_the_trials_that_are_kept(monkeypatch, comparison, tmp_path, capsys, folder, script, measure):
-    """They are of the declared grids, no more of K-FAC than of the others, and the table is that of the best."""
+    """Check that the trials are from the declared grids, and that the table shows the best trials.
+
+    K-FAC has no more trials than the others.
+    """
     monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     example = importlib.import_module(script)
     grids = example.GRIDS

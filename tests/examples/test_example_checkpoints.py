@@ -1,4 +1,7 @@
-"""`examples/imagenet`: a checkpoint that cannot be read is set aside for the one before; a full disk is a sentence."""
+"""Test the checkpoints of `examples/imagenet`: a damaged checkpoint is set aside, and its predecessor is restored.
+
+A full disk gives an error of a single sentence.
+"""
 
 import errno
 import gc
@@ -17,7 +20,7 @@ import pytest
 
 from runs import IMAGENET, ROOT, here, state
 
-# What orbax leaves behind after an error: see tests/optimizer/test_checkpoints.py.
+# tests/optimizer/test_checkpoints.py explains the warnings, which come from orbax after an error.
 pytestmark = [pytest.mark.examples, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
@@ -50,7 +53,7 @@ def make(step, width=40):
 
 @pytest.fixture
 def folder(checkpoints, tmp_path):
-    """Checkpoints of steps 10 and 20."""
+    """Save checkpoints of steps 10 and 20."""
     saved = checkpoints.Checkpoints(tmp_path / "run", keep=3)
     for step in (10, 20):
         saved.save(step, make(step), {"broken": []}, 0.5)
@@ -90,10 +93,10 @@ def test_one_that_is_cut_short_is_set_aside_and_the_one_before_is_good(checkpoin
     state, extra = restore(checkpoints, folder, make(0))
     np.testing.assert_array_equal(state.params["kernel"], make(10).params["kernel"])
     assert extra == {"broken": [], "val_accuracy": 0.5} and int(state.opt_state[0]) == 10
-    # Nothing is lost that a person may want to see, and it is said in one line.
+    # The damaged files are kept for inspection, and a single line reports them.
     assert sorted(path.read_bytes() for path in (folder / "damaged-20-0").rglob("*") if path.is_file()) == damaged
     assert f"{folder}/20 is damaged" in capsys.readouterr().out and not (folder / "20").exists()
-    # The run goes on, and its next checkpoint of that step is a good one.
+    # The run continues, and its next checkpoint of that step is good.
     saved = checkpoints.Checkpoints(folder, keep=3)
     saved.save(20, make(20), {"broken": []}, 0.5)
     assert int(restore(checkpoints, folder, make(0))[0].opt_state[0]) == 20
@@ -111,14 +114,14 @@ def test_where_none_can_be_read_nothing_is_begun_anew(checkpoints, folder):
 
 
 def arrays(tree):
-    """The tree of a checkpoint by its paths: one that is restored may have other containers."""
+    """Return a checkpoint's arrays by path, because a restored checkpoint may have other containers."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}  # fmt: skip
 
 
 @pytest.mark.parametrize(("optimizer", "flips"), [pytest.param("sgd", 40, marks=pytest.mark.slow), ("kfac", 8)])
 def test_a_flipped_bit_is_never_restored(checkpoints, tmp_path, optimizer, flips, capsys):
-    """Of runs of the script: one bit in the data files of their last checkpoint, at places drawn by chance."""
+    """Flip random bits in the data files of the last checkpoint of a script's run."""
     here("--optimizer", optimizer, "--width", 4, "--steps", 10, "--checkpoint-every", 5, "--output", tmp_path / "run")
     good = tmp_path / "run" / "checkpoints"
     before, last = (arrays(state(tmp_path / "run", step)) for step in (5, 10))
@@ -167,7 +170,7 @@ def test_only_what_was_checked_is_called_good(checkpoints, folder):
     saved = checkpoints.Checkpoints(folder, keep=3)
     assert saved.describe() == f"the checkpoint {folder}/20 is good"
     saved.restore(make(0))
-    # The one from which the run went on may be where the trouble comes from.
+    # The trouble may come from the checkpoint that was restored.
     assert "was resumed from" in saved.describe() and saved.describe().endswith("from 10, whose checksums are right")
     cut(folder / "10", "state/d/*", 0.5)
     assert saved.describe().endswith("from the beginning, as there is no other")
@@ -244,7 +247,7 @@ def test_the_best_is_kept_besides_the_last_and_is_what_weights_gives(checkpoints
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [2, 5, 6]
     params, stats, step = checkpoints.weights(tmp_path / "run")
     assert step == 2 and params["w"].tolist() == [2, 2, 2] and stats["m"].tolist() == [0, 0]
-    # Averages come first.
+    # Averages have precedence.
     kept = checkpoints.Checkpoints(tmp_path / "averaged" / "checkpoints", keep=2)
     kept.save(1, counted(1, ({"w": jnp.full(3, 7.0)}, {"m": jnp.ones(2)})), {"broken": []}, 0.1)
     params, stats, _ = checkpoints.weights(tmp_path / "averaged")
@@ -296,7 +299,7 @@ def test_a_process_killed_while_it_writes_leaves_the_one_before(checkpoints, tmp
     assert (tmp_path / "run" / "20.partial" / "state").exists() and not (tmp_path / "run" / "20").exists()
     state, _ = restore(checkpoints, tmp_path / "run", {"w": jnp.zeros(1_000_000)})
     np.testing.assert_array_equal(state["w"], np.ones(1_000_000))
-    # The run goes on, and its next checkpoint of that step is a good one.
+    # The run continues, and its next checkpoint of that step is good.
     saved = checkpoints.Checkpoints(tmp_path / "run", keep=3)
     saved.save(20, {"w": jnp.full(7, 3.0)}, {"broken": []}, 0.5)
     state, _ = restore(checkpoints, tmp_path / "run", {"w": jnp.zeros(7)})

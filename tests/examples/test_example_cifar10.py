@@ -1,4 +1,4 @@
-"""The comparison on all of CIFAR-10: a run that was stopped goes on as if it had not been, and the report."""
+"""Test the comparison on all of CIFAR-10: a stopped run resumes as if it had not stopped, and the report."""
 
 import importlib
 import json

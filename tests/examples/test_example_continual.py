@@ -1,4 +1,4 @@
-"""`examples/continual` on a tiny network: what the penalties are, and that they keep what was learnt."""
+"""Test `examples/continual` on a tiny network: the penalties' values, and that penalties preserve earlier tasks."""
 
 from pathlib import Path
 

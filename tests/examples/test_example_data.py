@@ -1,4 +1,4 @@
-"""`examples/imagenet`: files of all kinds and layouts, and what becomes of them."""
+"""Test the data of `examples/imagenet`: files of all kinds and layouts, and how they are read."""
 
 import io
 import json
@@ -54,13 +54,13 @@ def palette():
 
 
 def halves():
-    """Red on the left, blue on the right."""
+    """Return an image that is red on the left and blue on the right."""
     pixels = np.zeros((80, 160, 3), np.uint8)
     pixels[:, :80, 0] = pixels[:, 80:, 2] = 255
     return Image.fromarray(pixels)
 
 
-# One image
+# -- single images -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_cannot_be_decoded_is_refused(kind, image):
 
 
 def smooth(width, height, length):
-    """Random waves of about 6 times `length`, long enough to be the same for each way to scale."""
+    """Return random waves, about 6 times `length` long, which are the same for each method of scaling."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[:height, :width] / length
     waves = [np.sin(a * x + b * y + c) for a, b, c in rng.normal(size=(3, 3))]
@@ -129,11 +129,12 @@ def smooth(width, height, length):
 def test_crops_are_those_of_their_definition():
     image = smooth(500, 375, 40)
     png = encode(image, "PNG")
-    # Validation: the short side to 256, then the centre.
+    # Validation scales the short side to 256 and takes the centre.
     small = image.resize((341, 256), Image.Resampling.BILINEAR)
     expected = np.asarray(small)[16:240, 58:282]
     np.testing.assert_allclose(data.Decoder(224)(png, 0, None).astype(int), expected, atol=4)
-    # Squashed: to 256 x 256, then the centre, or in training any of 33 x 33 squares or their mirror images.
+    # "squashed" scales to 256 x 256. Then validation takes the centre, and training takes a crop at any of 33 x 33
+    # places or its mirror image.
     squashed = np.asarray(image.resize((256, 256), Image.Resampling.BILINEAR)).astype(int)
     decoder = data.Decoder(224, "squashed")
     np.testing.assert_allclose(decoder(png, 0, None).astype(int), squashed[16:240, 16:240], atol=1)
@@ -158,7 +159,7 @@ def test_random_resized_crops():
     assert 0.08 <= area.min() < 0.12 and 0.85 < area.max() <= 1
     assert 0.749 < ratio.min() < 0.8 and 1.25 < ratio.max() < 1.334
     assert 160 < sum(mirrored) < 240
-    # Of (seed, step, image) and nothing else.
+    # The choice depends on (seed, step, image) alone.
     assert decoder.choose(500, 375, 4, (7, 3)) == (boxes[4], mirrored[4])
     others = [decoder.choose(500, 375, 4, key) for key in ((7, 4), (8, 3))]
     assert len({boxes[4], boxes[5], *(box for box, _ in others)}) == 4
@@ -173,7 +174,7 @@ def test_large_jpegs_are_decoded_at_a_part_of_their_size():
             np.testing.assert_allclose(decoder(jpeg, 0, key).astype(int), decoder(png, 0, key), atol=3)
 
 
-# Layouts
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 def write(path, colour=0):
@@ -182,7 +183,10 @@ def write(path, colour=0):
 
 
 def class_folders(root):
-    """Classes 0 and 1; two images each in train/, one each in val/. An image is as grey as 100 times its class."""
+    """Write classes 0 and 1, with two images each in train/ and one each in val/.
+
+    An image's grey level is 100 times its class.
+    """
     for label, name in enumerate(("n01440764", "n01443537")):
         for i in range(2):
             write(root / "train" / name / f"{name}_{i}.JPEG", 100 * label)
@@ -199,7 +203,7 @@ def shard(path, labels, start=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for i, label in enumerate(labels, start):
-            # Longer than a tar header has room for, which webdataset's users meet.
+            # This key does not fit into a tar header, as webdataset's users may find.
             key = f"{'long/' * 30}n{i:08d}"
             add(tar, f"{key}.cls", f"{label}\n".encode())
             add(tar, f"{key}.jpg", encode(plain("L", 100 * abs(int(label)), (20, 20))))
@@ -213,7 +217,7 @@ def tar_shards(root):
 
 
 def message(*fields):
-    """A protocol buffer: numbers and bytes by field number."""
+    """Return a protocol buffer from numbers and bytes by field number."""
     out = b""
     for number, value in fields:
         if isinstance(value, int):
@@ -236,7 +240,7 @@ def feature(name, value):
 
 
 def masked_crc(data):
-    """By the polynomial of Castagnoli, bit by bit (RFC 3720), and masked as TFRecord has it."""
+    """Compute a CRC with Castagnoli's polynomial, bit by bit (RFC 3720), masked as in TFRecord."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -268,7 +272,7 @@ def test_a_damaged_length_in_a_tfrecord_is_named(tmp_path):
 
 @pytest.mark.parametrize("place", ["image", "label", "checksum"])
 def test_a_flipped_bit_in_a_record_is_a_broken_image(tmp_path, place):
-    """Noticed when it is read, and never trained on: also where it is no matter to the decoder."""
+    """Check that reading notices a flipped bit, so that it is never trained on. The decoder alone may ignore it."""
     tfrecords(tmp_path)
     path = tmp_path / "imagenet2012-train.tfrecord-00001-of-00002"
     data_of = bytearray(path.read_bytes())
@@ -301,7 +305,7 @@ def tfrecords(root):
 
 
 def test_shards_are_compared_with_what_tfds_has_noted(tmp_path):
-    """One that is cut at the end of a record is whole by itself."""
+    """Cut a shard at the end of a record, so that the shard itself looks complete."""
     tfrecords(tmp_path)
     path = tmp_path / "dataset_info.json"
     noted = [{"name": "train", "shardLengths": ["2", "2"]}, {"name": "validation", "shardLengths": ["2"]}]
@@ -322,7 +326,7 @@ def test_shards_are_compared_with_what_tfds_has_noted(tmp_path):
 
 
 def test_a_missing_last_tar_shard_is_noticed(tmp_path):
-    """By what is noted beside the shards; without a note by a last one as full as the others, which is asked about."""
+    """Check the shard count that a note gives. Without a note, a last shard as full as the others raises a question."""
     shard(tmp_path / "imagenet-train-000002.tar", (1,), 4)
     tar_shards(tmp_path)
     assert records.find(tmp_path).note == ""
@@ -340,7 +344,7 @@ def test_a_missing_last_tar_shard_is_noticed(tmp_path):
 
 
 def test_a_shard_that_is_cut_between_records_is_asked_about(tmp_path):
-    """Without a note beside the shards, and without an index of before: such a file is whole by itself."""
+    """Cut a shard without a note or an earlier index, so that the file itself looks complete."""
     tfrecords(tmp_path)
     assert records.find(tmp_path).note == ""
     for index in indices():
@@ -350,7 +354,7 @@ def test_a_shard_that_is_cut_between_records_is_asked_about(tmp_path):
 
 
 def classic_tfrecords(root):
-    """As the older scripts wrote them: other names, and classes from 1."""
+    """Write TFRecords as older scripts did, with other names, and classes from 1."""
     names = (b"image/encoded", b"image/class/label")
     tfrecord(root / "train-00000-of-00001", (0, 1, 1, 0), names, 1)
     tfrecord(root / "validation-00000-of-00001", (0, 1), names, 1)
@@ -372,7 +376,7 @@ def test_layouts(tmp_path, layout):
     notes = {tar_shards: "all 2 tar shards of train hold 2 images"}
     assert found.num_classes == 2 and (notes[layout] in found.note if layout in notes else found.note == "")
     assert found.train.labels.tolist() == train and found.val.labels.tolist() == val
-    # The pixels say the same.
+    # The pixels agree with the labels.
     for part in (found.train, found.val):
         for i, label in enumerate(part.labels):
             assert abs(int(data.Decoder(8)(part.read(i), i, None).mean()) - 100 * label) < 4, part.name(i)
@@ -401,7 +405,7 @@ def test_layouts_as_batches(tmp_path, layout):
 
 
 def test_nested_folders_are_of_the_class_above_them(tmp_path):
-    """As Tiny ImageNet has it: train/<class>/images/."""
+    """Check the layout of Tiny ImageNet: train/<class>/images/."""
     class_folders(tmp_path)
     for name in ("n01440764", "n01443537"):
         for path in list((tmp_path / "train" / name).iterdir()):
@@ -410,7 +414,7 @@ def test_nested_folders_are_of_the_class_above_them(tmp_path):
     assert records.find(tmp_path).train.labels.tolist() == [0, 0, 1, 1]
 
 
-# What is missing.
+# -- missing files -----------------------------------------------------------------------------------------------------
 
 
 def indices():
@@ -431,7 +435,7 @@ def test_index_of_shards_is_kept_and_renewed(tmp_path, monkeypatch):
     for path in indices():
         path.write_bytes(b"damaged")
     assert len(records.find(tmp_path).train.labels) == 5
-    # Where it cannot be kept it is made each time.
+    # An index that cannot be stored is rebuilt each time.
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert len(records.find(tmp_path).train.labels) == 5
 
@@ -439,7 +443,7 @@ def test_index_of_shards_is_kept_and_renewed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "gone", "words"),
     [
-        (tar_shards, "imagenet-train-000000.tar", None),  # 000001 alone: seen only by what was there before
+        (tar_shards, "imagenet-train-000000.tar", None),  # only the earlier index shows the loss
         (tar_shards, "imagenet-train-000001.tar", ["lost the shard imagenet-train-000001.tar", "-train.npz"]),
         (tfrecords, "imagenet2012-train.tfrecord-00000-of-00002", ["lacks", "00000-of-00002", "1 of 2"]),
         (tfrecords, "imagenet2012-train.tfrecord-00001-of-00002", ["lacks", "00001-of-00002", "1 of 2"]),
@@ -476,7 +480,7 @@ def test_a_shard_that_is_cut_short_is_refused(tmp_path, layout, name, known):
 
 
 def test_a_tar_that_ends_with_a_member_is_cut_short(tmp_path):
-    """Which tarfile does not mind."""
+    """Check the end of a tar file, which tarfile does not require."""
     tar_shards(tmp_path)
     path = tmp_path / "imagenet-train-000001.tar"
     with tarfile.open(path) as tar:
@@ -507,7 +511,7 @@ def test_a_missing_class_is_refused(tmp_path, split):
         records.find(tmp_path)
 
 
-# Mistakes.
+# -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
 def replace(path, content):
@@ -581,7 +585,7 @@ def test_names_need_not_be_text(tmp_path):
     assert files.read(0) == (tmp_path / name).read_bytes()
 
 
-# CIFAR-10
+# -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
 
 
 def cifar_arrays():
@@ -620,7 +624,7 @@ def test_cifar10_layouts(tmp_path, write):
     np.testing.assert_array_equal(train_labels, labels[:5].ravel())
     np.testing.assert_array_equal(test, images[5])
     np.testing.assert_array_equal(test_labels, labels[5])
-    # As photographs, with as many of each class as there are.
+    # As photographs, it writes all images of each class.
     cifar10.write(tmp_path / "cifar", tmp_path / "photographs", 100, 100)
     (image,) = (tmp_path / "photographs" / "val" / f"class-{labels[5][0]}").glob("00000.png")
     np.testing.assert_array_equal(np.asarray(Image.open(image)), images[5][0])
@@ -650,7 +654,7 @@ def test_damaged_cifar10_is_refused(tmp_path, monkeypatch):
     assert "data_batch_4.png" in sentence(tmp_path / "c")
 
 
-# In memory.
+# -- in memory ---------------------------------------------------------------------------------------------------------
 
 
 def test_splits_of_the_digits_do_not_overlap():
@@ -673,7 +677,7 @@ def test_every_image_once_an_epoch():
     # Any step can be the first.
     again = list(loader.train_batches(split, 5, 0, 3, 4))
     np.testing.assert_array_equal(again[0].labels, batches[3].labels)
-    # The last batch of a validation is filled up with images that do not count.
+    # The last validation batch is padded with images that do not count.
     batches = list(loader.val_batches(split, 4))
     assert [b.weights.sum() for b in batches] == [4, 4, 2]
 

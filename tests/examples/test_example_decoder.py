@@ -1,4 +1,4 @@
-"""`examples/language_model/decoder.py`: its text and subwords; a stopped run goes on as if it had not been."""
+"""Test `examples/language_model/decoder.py`: its text, its subwords, and that a stopped run resumes exactly."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The GPU programmes, rehearsed on a CPU: what they keep, what they time, and the text that they train on."""
+"""Test the GPU programmes, rehearsed on a CPU: their results, their timings, and their training text."""
 
 import json
 import subprocess
@@ -103,7 +103,7 @@ def test_agreement_of_a_device_with_itself():
 
 
 def test_long_words_of_a_source_are_cut(tmp_path):
-    """The time to encode a word grows with the square of its length."""
+    """Check that long words are cut, because the time to encode a word grows with the square of its length."""
     path = tmp_path / "blob.py"
     path.write_bytes(b"x = '" + b"abcd" * 50_000 + b"'\n")
     vocabulary = tmp_path / "vocabulary.npz"

@@ -1,4 +1,4 @@
-"""`examples/influence` at small size: its scores against dense matrices, and both scripts."""
+"""Test `examples/influence` at small size: its scores against dense matrices, and both scripts."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_scores_are_those_of_dense_matrices(folder):
 
     rng = np.random.default_rng(0)
     x, y = jnp.asarray(rng.normal(size=(12, 5)), jnp.float32), jnp.asarray(rng.integers(0, 3, 12))
-    params = images.init(jax.random.key(0), (5, 3))  # one layer: blocks are all there is
+    params = images.init(jax.random.key(0), (5, 3))  # with a single layer, the curvature is a single block
     measured, examples = gradients(images.log_odds, params, (x[:2], y[:2])), gradients(images.losses, params, (x, y))
     np.testing.assert_allclose(
         examples.mean(0), ravel_pytree(jax.grad(images.loss)(params, (x, y)))[0], rtol=1e-4, atol=1e-6
@@ -36,7 +36,7 @@ def test_scores_are_those_of_dense_matrices(folder):
 
 
 def test_the_curvature_is_that_of_the_objective(folder):
-    """Of one layer and one example Gauss-Newton is a Kronecker product, and is the Hessian."""
+    """Check a single layer and example, for which Gauss-Newton is a Kronecker product and equals the Hessian."""
     import images
     from scores import curvature
 

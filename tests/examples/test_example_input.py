@@ -1,4 +1,4 @@
-"""`examples/imagenet`: batches out of threads, what an I/O error does to them, and what measures them."""
+"""Test the input of `examples/imagenet`: batches from threads, I/O errors, and the options that measure the input."""
 
 import errno
 import itertools
@@ -24,7 +24,7 @@ def example(monkeypatch):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Fifty files, three of them broken; the label of an image is its number."""
+    """Write fifty files, three of them broken. An image's label is its number."""
     folder = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for i in range(50):
@@ -71,7 +71,7 @@ def test_workers_resuming_and_processes_change_nothing(split):
         for got, all_rows in zip(training(split(3), rows=rows), whole, strict=True):
             np.testing.assert_array_equal(got.images, all_rows.images[rows])
             np.testing.assert_array_equal(got.labels, all_rows.labels[rows])
-    # The same image is cut in another way in another step, by another seed, and ordered in another way.
+    # Another step or seed crops the same image differently, and changes the order of images.
     other = list(training(split(3), seed=6))
     assert any(a.labels.tolist() != b.labels.tolist() for a, b in zip(whole, other, strict=True))
 
@@ -79,7 +79,7 @@ def test_workers_resuming_and_processes_change_nothing(split):
 def test_every_image_once_an_epoch(split, images):
     from records import Files
 
-    # Without the broken ones, and as two processes.
+    # Leave out the broken files, and use two processes.
     names = [path.name for path in sorted(images.iterdir()) if int(path.stem) not in BROKEN]
     files = Files(images, names, [int(name[:2]) for name in names])
     shares = [(2, np.arange(12)), (1, np.arange(12, 23))]
@@ -90,7 +90,7 @@ def test_every_image_once_an_epoch(split, images):
         ), strict=True)
     ])  # fmt: skip
     epochs = labels.reshape(3, 46)
-    # 47 images make two batches of 23 and one image that is left out, another one each time.
+    # An epoch of 47 images has two batches of 23. It leaves out an image, which differs between epochs.
     assert all(len(set(epoch)) == 46 for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert not any(set(epoch) & set(BROKEN) for epoch in epochs)
@@ -115,12 +115,15 @@ def test_broken_files_are_replaced_by_any_other_and_named(split, images, workers
         assert {str(images / f"{i:02d}.jpg") for i in order if i in BROKEN} <= set(batch.broken)
         seen |= set(batch.broken)
     assert len(seen) == 3
-    # Drawn from all classes, and not always the next one.
+    # Replacements come from all classes, and are not always the next image.
     assert len(instead) > 15 and len(set(instead)) > 10
 
 
 def test_the_system_is_asked_again_and_its_errors_are_no_broken_images(split, images, monkeypatch):
-    """A stale file system once turned three of five classes into images of a fourth."""
+    """Check that errors of the file system are not treated as broken images.
+
+    A stale file system once turned three of five classes into images of a fourth.
+    """
     import builtins
 
     import records
@@ -143,7 +146,7 @@ def test_the_system_is_asked_again_and_its_errors_are_no_broken_images(split, im
         failures.update({f"{i:02d}.jpg": 2 for i in range(50)})
         assert_equal(training(split(3)), expected)
         assert len(tries) > 50
-        # One that stays ends the run with the path and the reason.
+        # An error that persists ends the run with the path and the reason.
         failures.update({"07.jpg": 10**6})
         with pytest.raises(records.UserError, match=rf"07\.jpg cannot be read: {os.strerror(code)} \(3 tries\)"):
             list(training(split(3), stop=10))
@@ -190,7 +193,7 @@ def test_validation_counts_each_readable_image_once(split, workers):
         assert sum(len(batch.broken) for batch in batches) == 3
         passes.append(batches)
     assert_equal(passes[1], passes[0])
-    # So do the shares of two processes, of which one has nothing of the last batch.
+    # The shares of two processes give the same. The second process has no image of the last batch.
     shares = [list(loader.val_batches(split(3), 20, np.arange(k, k + 10))) for k in (0, 10)]
     assert [batch.weights.sum() for batch in shares[1]] == [8, 10, 0]
     assert sum(batch.weights.sum() for share in shares for batch in share) == 47
@@ -246,7 +249,7 @@ def test_prefetch_places_the_next_batch_while_this_one_is_used():
         next(ahead)
 
 
-# The options that only measure or predict.
+# -- options that only measure or predict ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`examples/trainers/keras_kfac.py`: Keras trains like a plain loop, resumes from files, and sees several devices."""
+"""Test `examples/trainers/keras_kfac.py`: Keras trains like a plain loop, also on four devices, and resumes."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ keras = pytest.importorskip("keras")
 
 pytestmark = [
     pytest.mark.examples,
-    # Keras's variables, as files and comparisons read them.
+    # Files and comparisons read Keras's variables as arrays.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
@@ -157,7 +157,7 @@ def test_training_resumes_bit_for_bit(way, data, tmp_path):
 
 
 def test_four_devices_train_like_one(data):
-    """The batch is split over the devices, and so are the blocks of the optimizer state."""
+    """Split the batch and the blocks of the optimizer state over four devices."""
     expected = fit(perceptron(adapter.KFAC(0.1)), data)
     devices = keras.distribution.list_devices()[:4]
     with keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope():
@@ -282,7 +282,7 @@ def test_a_generator_loses_no_batch(data):
 
 
 def test_a_masked_loss_has_exact_layers():
-    """The loss is the mean over all tokens except 0. The other positions have no gradient."""
+    """Average the loss over all tokens except 0, whose positions have no gradient."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     x = keras.layers.Embedding(5, 4, mask_zero=True)(inputs)

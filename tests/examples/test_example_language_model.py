@@ -1,4 +1,4 @@
-"""`examples/language_model`, on tiny sizes."""
+"""Test `examples/language_model` on tiny sizes."""
 
 import sys
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_no_token_sees_what_follows():
         changed = logits(params, tokens.at[:, position].add(7)) != logits(params, tokens)
         assert not changed[:, :position].any() and changed[:, position:].any(-1).all()
     assert logits(params, tokens).dtype == jnp.float32
-    # The mean over tokens of -log p of the next one.
+    # The loss is the mean over tokens of the next token's -log p.
     whole = jnp.arange(14).reshape(2, 7)
     p = np.log(jax.nn.softmax(logits(params, whole[:, :-1])))
     expected = -np.mean(np.take_along_axis(p, np.asarray(whole)[:, 1:, None], -1))

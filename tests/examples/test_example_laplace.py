@@ -1,4 +1,4 @@
-"""`examples/laplace` on a tiny network, and its posterior against dense matrices."""
+"""Test `examples/laplace` on a tiny network, and its posterior against dense matrices."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def laplace(monkeypatch):
 
 
 def test_calibration_error_of_known_predictions(laplace):
-    """Of four predictions with confidence 0.8 three are right, of two with 0.6 none."""
+    """Score four predictions at confidence 0.8, three of them right, and two wrong predictions at confidence 0.6."""
     p = jnp.asarray([[0.8, 0.2]] * 4 + [[0.4, 0.6]] * 2)
     labels = jnp.asarray([0, 0, 0, 1, 0, 0])
     scores = laplace.score(p, labels)

@@ -1,4 +1,4 @@
-"""The study of optimizers at large batches: it resumes, reports from what is stored, and refuses in one sentence."""
+"""Test the study of optimizers at large batches: it resumes, reports stored results, and gives short errors."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def path():
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
-    """Results of a search that was stopped after two trials, then killed within a line, then went on."""
+    """Return results of a search that was stopped after two trials, killed within a line, and resumed."""
     import study
 
     folder = tmp_path_factory.mktemp("study")
@@ -47,7 +47,7 @@ def test_a_killed_search_goes_on_where_it_was(searched):
     records = [json.loads(line) for line in text.splitlines()]
     keys = [json.dumps([r["method"], r["settings"], r["steps"], r["seed"]], sort_keys=True) for r in records]
     assert len(set(keys)) == len(keys)
-    # The grid of six, rates beyond its edges, and the two best once more.
+    # The records are the grid of six, rates beyond its edges, and the best two once more.
     assert len(records) >= 8
     assert {r["steps"] for r in records} == {2, 4}
     assert all(len(r["losses"]) == r["steps"] for r in records if r["finite"])
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_in_one_sentence(monkeypatch):
 
 
 def test_a_damaged_line_is_named(tmp_path):
-    """By the script as it is run."""
+    """Run the script in a process of its own."""
     (tmp_path / "toy.jsonl").write_text('{"task": 1}\n{}\n')
     command = [sys.executable, FOLDER / "study.py", "report", "--task", "toy", "--results", tmp_path]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -111,7 +111,7 @@ def test_the_budget_that_reaches_the_target_is_interpolated():
 
 @pytest.mark.parametrize("methods", [("muon",), pytest.param(("kfac", "soap"), marks=pytest.mark.slow)], ids=", ".join)
 def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkeypatch, capsys, methods):
-    # By its path: the tests have a module of that name, too.
+    # Load it by path, because the tests have a module with the same name.
     spec = importlib.util.spec_from_file_location("networks_of_the_study", FOLDER / "networks.py")
     networks = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, networks)

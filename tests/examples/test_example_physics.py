@@ -1,4 +1,4 @@
-"""`examples/physics` on tiny sizes: the equations, the exact solutions, and every method."""
+"""Test `examples/physics` on tiny sizes: the equations, the exact solutions, and every method."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def pinn(monkeypatch):
 def test_exact_solutions_solve_the_equations_and_others_do_not(pinn):
     for problem in pinn.PROBLEMS.values():
         x = pinn.points(problem, 0, 20)
-        # A little away from the first moment of Burgers, where the transformation has no derivative.
+        # Move away from the start time, where the transformation for Burgers' equation has no derivative.
         x = x.at[:, 0].add(0.05 * (1 - x[:, 0]))
         known = () if problem.coefficient is None else (0.1,)
         wrong = tuple(2 * c for c in known)

@@ -1,4 +1,4 @@
-"""The recipe of `examples/imagenet`, each piece against its definition."""
+"""Test the recipe of `examples/imagenet`, each piece against its definition."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.examples
 
 SAME, SPLIT = train.SAME, train.SPLIT
 IMAGENET = 1_281_167
-# The table of the recipe: batch, rate, momentum, damping, power, first and last mark, alpha, epochs, steps.
+# The recipe's table: batch, rate, momentum, damping, power, first and last mark, alpha, epochs, steps.
 TABLE = {
     "bs4k": (4096, 8.18e-3, 0.997, 2.5e-4, 11, 1, 53, 0.4, 35, 10948),
     "bs8k": (8192, 1.25e-2, 0.993, 2.5e-4, 8, 1, 53.5, 0.4, 35, 5478),
@@ -49,7 +49,7 @@ def resolved(*args):
     return cfg.parse([*map(str, args)])
 
 
-# Configurations.
+# -- configurations ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -58,7 +58,7 @@ def test_the_configurations_are_those_of_the_table(name):
     found = (c.global_batch, c.learning_rate, c.momentum, c.damping, c.decay_power, c.decay_begin, c.decay_end,
              c.mixup_alpha, c.epochs)  # fmt: skip
     assert found == TABLE[name][:-1]
-    # 8,192 needs 5,474 steps for 35 epochs; the published run had four more.
+    # A batch of 8,192 needs 5,474 steps for 35 epochs. The published run had four more steps.
     assert abs(cfg.total_steps(c, IMAGENET) - TABLE[name][-1]) <= (4 if name == "bs8k" else 0)
     assert c.local_batch == 32 and c.arch == "resnet50d" and c.rescale and c.erasing == "in-place"
     assert (
@@ -72,11 +72,11 @@ def test_every_configuration_is_whole(name):
     config = resolved("--config", name, "--data", "synthetic")
     for key, value in recipe.CONFIGS[name].items():
         assert getattr(config, key) == value
-    # What was asked for beside it comes first.
+    # Further options override the configuration.
     for option, value in (("learning-rate", 0.123), ("arch", "resnet18"), ("epochs", 2.0)):
         other = resolved("--config", name, "--data", "synthetic", f"--{option}", value)
         changed = {k: v for k, v in vars(other).items() if v != getattr(config, k)}
-        changed.pop("output", None)  # named by the clock
+        changed.pop("output", None)  # contains the time
         assert changed == {option.replace("-", "_"): value}
 
 
@@ -90,7 +90,10 @@ def test_small_data_keep_their_network():
 
 
 def test_without_a_configuration_all_data_get_the_default_of_the_package():
-    """Which a row of the recipe does not: its damping, averages and rate are those of a batch of thousands."""
+    """Check that a small run does not get the recipe's values, which suit a batch of thousands.
+
+    They include the damping, the averages and the learning rate.
+    """
     for data in (["--data", "digits"], ["--data", "synthetic"], ["--data-dir", "."]):
         config = resolved(*data)
         assert (config.step_norm, config.learning_rate, config.statistics_period) == ("spectral", 0.1, "auto")
@@ -110,7 +113,7 @@ def test_without_a_step_norm_there_may_be_a_trust_ratio():
 
 @pytest.mark.parametrize(("written", "step_norm", "ratio"), [("auto", "spectral", None), (0.0, "none", 0.0)])
 def test_a_run_of_version_0_3_is_read(written, step_norm, ratio, tmp_path):
-    """Its `--trust-ratio auto` is `--step-norm spectral` now."""
+    """Read `--trust-ratio auto`, which is now `--step-norm spectral`."""
     cfg.save(cfg.fit(resolved(), 1500, 1, "cpu"), {}, tmp_path)
     values = json.loads((tmp_path / "config.json").read_text()) | {"trust_ratio": written}
     del values["step_norm"]
@@ -210,7 +213,7 @@ def test_the_configuration_can_be_printed(capsys, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-# Schedules.
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_of_the_recipe():
@@ -222,7 +225,7 @@ def test_the_learning_rate_of_the_recipe():
         expected = 0.07 if epoch < 1 else 0.07 * (1 - (epoch - 1) / (95 - 1)) ** 3
         assert float(rate(step)) == pytest.approx(expected, rel=1e-4)
     assert rate(781) > 0
-    # After a warm-up the marks count from the beginning too.
+    # After a warm-up, the marks still count from the beginning.
     warm = resolved("--schedule", "polynomial", "--decay-begin", 2, "--decay-end", 6, "--warmup-epochs", 1)
     rate = recipe.learning_rate(warm, 10.0, 100)
     assert float(rate(9)) == float(rate(20)) == np.float32(warm.learning_rate)
@@ -250,17 +253,17 @@ def test_weights_are_scaled_down_only():
         np.testing.assert_array_equal(found[name], params[name])
 
 
-# The network.
+# -- the network -------------------------------------------------------------------------------------------------------
 
-# The numbers of parameters of the published networks; ResNet-20 with 1x1 convolutions in its two strided shortcuts, the
-# transformers with fixed positions and without a class token.
+# Parameter counts of the published networks. ResNet-20 has 1x1 convolutions in its two strided shortcuts. The
+# transformers have fixed positions and no class token.
 SIZES = {
     "resnet8": 78_042, "resnet20": 272_474, "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032,
     "resnet101": 44_549_160, "vit-b16": 86_567_656 - 197 * 768 - 768,
 }  # fmt: skip
 
 
-ALIKE = "resnet34", "resnet101"  # but for their depth and width like others
+ALIKE = "resnet34", "resnet101"  # like other networks, except for depth and width
 
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow if a in ALIKE else ()) for a in SIZES])
@@ -301,7 +304,7 @@ def test_resnet50d_by_its_parts():
         "stem2": {"kernel": (3, 3, 32, 32)},
         "stem3": {"kernel": (3, 3, 32, 64)},
     }
-    # Beside the stem it has the parameters of ResNet-50.
+    # Apart from the stem, it has ResNet-50's parameters.
     _, plain = shapes_of("resnet50")
     for name, leaves in plain["params"].items():
         if not name.startswith("stem_") and name != "stem":
@@ -331,7 +334,7 @@ def test_initial_weights_of_the_recipe():
     for path, leaf in jax.tree_util.tree_flatten_with_path(variables["params"])[0]:
         name = path[-1].key
         if name == "kernel":
-            # The norm at which the rescaling holds them.
+            # The rescaling keeps kernels at this norm.
             assert np.linalg.norm(leaf) == pytest.approx(np.sqrt(2 * leaf.shape[-1]), rel=0.1)
         elif name == "scale":
             scales.append(np.asarray(leaf))
@@ -342,7 +345,7 @@ def test_initial_weights_of_the_recipe():
     assert model.norm_epsilon == 2e-5
 
 
-# Augmentation.
+# -- augmentation ------------------------------------------------------------------------------------------------------
 
 
 def batch_of(n, size=16, classes=5, seed=0):
@@ -361,7 +364,8 @@ def test_running_mixup_by_its_definition():
         if step == 0:
             jax.tree.map(np.testing.assert_array_equal, mixed, first)
             continue
-        # One share for each image, the same for its target, at least a half, of the previous *mixed* batch.
+        # Each image has its own share of the new batch, at least a half, and its target has the same share. The rest
+        # comes from the previous *mixed* batch.
         x, y, z = (np.asarray(b.images, np.float64).reshape(6, -1) for b in (new, before, mixed))
         share = ((z - y) * (x - y)).sum(1) / ((x - y) ** 2).sum(1)
         assert len(set(share.round(6))) == 6 and (share >= 0.5).all() and (share <= 1).all()
@@ -381,7 +385,7 @@ def test_shares_of_mixup_are_those_of_the_beta_distribution(alpha):
     b = np.random.default_rng(0).beta(alpha, alpha, 200_000)
     expected = np.sort(np.maximum(b, 1 - b))
     distance = np.abs(np.searchsorted(expected, share) / len(expected) - np.arange(n) / n).max()
-    assert distance < 1.95 / np.sqrt(n)  # Kolmogorov-Smirnov: one in a thousand
+    assert distance < 1.95 / np.sqrt(n)  # Kolmogorov-Smirnov: fails at most once in a thousand
 
 
 def test_random_erasing_by_its_definition():
@@ -394,13 +398,13 @@ def test_random_erasing_by_its_definition():
     hit = holes.any((1, 2))
     assert hit.mean() == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(n))
     heights, widths = holes.any(2).sum(1)[hit], holes.any(1).sum(1)[hit]
-    # A rectangle, within the image.
+    # Each hole is a rectangle within the image.
     np.testing.assert_array_equal(holes[hit].sum((1, 2)), heights * widths)
     area, aspect = heights * widths / size**2, heights / widths
     assert area.min() > 0.01 and area.max() < 0.27 and area.mean() == pytest.approx(0.135, abs=0.01)
     assert aspect.min() > 0.2 and aspect.max() < 5  # sides are whole pixels
     assert (heights > widths).mean() == pytest.approx(0.5, abs=0.1)
-    # Anywhere in the image, up to its borders.
+    # Holes occur anywhere in the image, up to its borders.
     places = holes.mean(0)
     assert min(places[0].max(), places[-1].max(), places[:, 0].max(), places[:, -1].max()) > 0
     np.testing.assert_allclose(places, places[::-1], atol=0.03)
@@ -432,7 +436,7 @@ def test_random_numbers_depend_on_seed_step_and_image_alone():
             return recipe.augment(keys, jnp.int32(step), 1.0, "own", new, previous)[0].images
 
         mapped = jax.shard_map(local_step, mesh=mesh, in_specs=(SPLIT, SPLIT), out_specs=SPLIT)
-        # The images of each device in its order, as train.py loads them, and back.
+        # Put the images into the devices' order, as train.py loads them, and back.
         split = [jax.tree.map(lambda x: checkpoints.in_device_order(x, count, local), b) for b in (new, previous)]
         rows = np.asarray(checkpoints.in_device_order(jnp.arange(24), count, local))
         np.testing.assert_array_equal(rows, loader.own_rows(mesh, 0, local, parts))
@@ -440,7 +444,7 @@ def test_random_numbers_depend_on_seed_step_and_image_alone():
 
     one = on(1, 1)
     for count, parts in ((4, 1), (2, 3), (1, 4)):
-        # Up to the rounding of a program for other shapes.
+        # Programs for other shapes may round differently.
         np.testing.assert_allclose(on(count, parts), one, atol=1e-6)
     assert (on(1, 1, seed=1) != one).any() and (on(1, 1, step=3) != one).any()
 
@@ -457,7 +461,7 @@ def test_what_is_not_finite_has_a_name():
     assert values[0] == 25 and np.isnan(values[1])
 
 
-# What is printed and drawn.
+# -- output and figures ------------------------------------------------------------------------------------------------
 
 
 def test_losses_far_apart_are_on_a_log_scale_and_none_is_hidden(tmp_path, monkeypatch):
@@ -483,7 +487,7 @@ def test_metrics_on_a_full_disk_are_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(processes.signal, "signal", lambda *args: None)
     with pytest.raises(SystemExit, match="error: a file cannot be read or written: No space left on device; correct"):
         processes.script(lambda args: metrics.write({"step": 1}))
-    # What was not written would be written once more on closing.
+    # Closing would write the unwritten line again.
     with contextlib.suppress(OSError):
         metrics._file.close()
 
@@ -513,7 +517,7 @@ def test_a_damaged_line_of_the_metrics_is_kept_aside_and_loses_no_other(tmp_path
     assert path.read_bytes() == b"\n".join(lines) + b"\n"
     assert (tmp_path / "metrics.damaged").read_bytes() == damage + b"\n" + damage + b"\n"
     assert f"2 damaged line(s) of {path} are set aside" in capsys.readouterr().out
-    # Once more: there is nothing to do, and nothing is said.
+    # The second time there is no damage, and no message.
     report.Metrics(tmp_path, 20).close()
     assert (tmp_path / "metrics.damaged").read_bytes().count(damage) == 2 and not capsys.readouterr().out
 
@@ -549,7 +553,7 @@ def test_the_page_on_several_runs(tmp_path):
     report.main([str(tmp_path / "first"), str(tmp_path / "second"), "--output", str(tmp_path / "page.png")])
     image = np.asarray(Image.open(tmp_path / "page.png").convert("RGB")).astype(int)
     assert image.shape[1] > 1000
-    # Both runs are drawn in each of the six parts, in their own colours.
+    # Each of the six parts shows both runs, in their own colours.
     rows, columns = (
         np.array_split(np.arange(image.shape[0] * 85 // 100), 2),
         np.array_split(np.arange(image.shape[1]), 3),

@@ -1,6 +1,6 @@
-"""`examples/imagenet`: whole runs as a user starts them, stopped, killed and started again, on one device and on more.
+"""Test whole runs of `examples/imagenet`, as users start them, stop them, kill them and restart them.
 
-Runs share what they compile (tests/runs.py), so they are parts of a few long ones.
+The runs use one device or more. They share compiled programs (tests/runs.py), so they are parts of a few long runs.
 """
 
 import io
@@ -25,7 +25,7 @@ from runs import IMAGENET, end, finish, here, records, refused, start, state, tr
 pytestmark = pytest.mark.examples
 
 SGD = ["--optimizer", "sgd", "--width", 8, "--schedule", "constant", "--steps", 2000, "--warmup-epochs", 1]
-# Ten steps an epoch, with statistics in every other step after the tenth, and averaged weights.
+# An epoch has ten steps. After the tenth step, every other step has statistics. The weights are averaged.
 RECIPE = ["--config", "bs128k", "--data", "digits", "--global-batch", "auto", "--width", 8, "--steps", 24,
           "--statistics-period", 2, "--ema", 0.9, "--log-every", 1]  # fmt: skip
 LAUNCH = "launch/processes.sh"
@@ -42,7 +42,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The recipe from beginning to end."""
+    """Run the recipe from beginning to end."""
     folder = tmp_path_factory.mktemp("recipe") / "whole"
     return folder, train(*RECIPE, "--output", folder).stdout
 
@@ -63,7 +63,7 @@ def test_what_a_run_leaves_and_says(whole):
     assert image.width > 500 and len(np.unique(np.asarray(image.convert("L")))) > 10
     saved = json.loads((folder / "config.json").read_text())
     assert saved["config"] == "bs128k" and saved["learning_rate"] == 0.07 and saved["dtype"] == "float32"
-    # What the recipe does can be seen in what it left.
+    # The saved state shows the recipe's effects.
     kept = state(folder, 24)
     mixed = kept["mixed"]["targets"]
     assert mixed.shape == (150, 10) and ((mixed > 0).sum(1) > 1).mean() > 0.5
@@ -106,7 +106,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_one_that_is_done_does_nothing
     out = here(*options)
     assert f"at step {step} of {step + 20}" in out and f"done: {step + 20} steps" in out
     assert [r["step"] for r in records(tmp_path / "a") if "loss" in r] == list(range(1, step + 21))
-    # Once more: there is nothing left to do, as a chain of jobs needs it.
+    # The third start has no steps left, as in a chain of jobs.
     before = contents(tmp_path / "a" / "checkpoints")
     assert f"done: {step + 20} steps" in here(*options)
     assert contents(tmp_path / "a" / "checkpoints") == before
@@ -145,10 +145,10 @@ def test_going_on_growing_and_what_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
     assert "by no run of this script" in refused(*SGD, "--output", tmp_path / "other")
-    # Longer, from another folder.
+    # Extend the run, from another folder.
     grown = train(*SGD, "--output", "a", "--steps", 2001, "--stop-after", 3, cwd=tmp_path).stdout
     assert "at step 2 of 2001" in grown and "stopped by --stop-after 3" in grown
-    # While one trains there, another one does not.
+    # While a process trains there, another process is refused.
     run = start(*options, "--steps", 2001)
     for line in run.stdout:
         if line.startswith("step"):
@@ -163,14 +163,14 @@ EVERY_TWO = [*SGD, "--checkpoint-every", 2, "--stop-after"]
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """A run of six steps, and the first four of them."""
+    """Return a run of six steps, and a run of its first four steps."""
     folders = [tmp_path_factory.mktemp(f"{steps}") / "run" for steps in (6, 4)]
     for steps, folder in zip((6, 4), folders, strict=True):
         here(*EVERY_TWO, steps, "--output", folder)
     return folders
 
 
-# Damage in other files: tests/examples/test_example_checkpoints.py.
+# tests/examples/test_example_checkpoints.py covers damage in other files.
 @pytest.mark.parametrize("damage", ["64 bytes", pytest.param("manifest", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_before(six, tmp_path, damage):
     whole, four = six
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_run_goes_on_from_the_one_befor
 def test_metrics_after_the_last_checkpoint_are_made_again(six, tmp_path):
     whole, four = six
     shutil.copytree(four, tmp_path / "b")
-    # As if the run had been killed: steps after the checkpoint, and a line cut short.
+    # A killed run leaves steps after its checkpoint, and a line cut short.
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
     assert "1 damaged line(s)" in here(*EVERY_TWO, 6, "--output", tmp_path / "b")
@@ -204,7 +204,7 @@ def test_metrics_after_the_last_checkpoint_are_made_again(six, tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_by_time(tmp_path):
-    """One at the end, and none before, though several epochs are over and accuracies are better and better."""
+    """Check that there is a single checkpoint, at the end, despite several epochs with increasing accuracy."""
     train(*SGD, "--stop-after", 35, "--output", tmp_path / "a")
     assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["35"]
     train(*SGD, "--stop-after", 5, "--checkpoint-minutes", 1e-6, "--log-every", 1, "--keep-checkpoints", 9, "--output",
@@ -218,7 +218,7 @@ def test_a_target_and_an_evaluation(tmp_path):
     step = int(re.search(r"stopped by --target-accuracy, reached at step (\d+) of 2000", out).group(1))
     last = [r for r in records(tmp_path / "a") if "val_accuracy" in r][-1]
     assert last["step"] == step and last["val_accuracy"] >= 0.3
-    assert f"at step {step} of 2000" in here(*options).splitlines()[-1]  # reached is reached
+    assert f"at step {step} of 2000" in here(*options).splitlines()[-1]  # the target stays reached
     before = contents(tmp_path)
     found = re.search(r"step (\d+): validation loss ([\d.]+), accuracy ([\d.]+)%", here("--eval", tmp_path / "a"))
     assert int(found[1]) == step and float(found[2]) == pytest.approx(last["val_loss"], abs=1e-4)
@@ -239,17 +239,17 @@ def test_nan_stops_with_a_name_and_is_never_saved(tmp_path, optimizer):
     sentence = refused(*options, "--output", tmp_path / "a")
     assert re.search(r"the (loss|gradient|parameter|batch-norm) .*became NaN or infinite at step", sentence)
     assert "--learning-rate" in sentence
-    # All that was saved is finite.
+    # All saved parameters are finite.
     for path in (tmp_path / "a" / "checkpoints").glob("*"):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state(tmp_path / "a", int(path.name))["params"]))
 
 
-# Images in files.
+# -- images in files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Forty images for training and 13 for validation, two of them broken."""
+    """Write forty images for training and 13 for validation, two of them broken."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for split, count in (("train", 40), ("val", 13)):
@@ -288,7 +288,7 @@ def test_a_signal_and_other_workers_change_nothing(shards, tmp_path):
     train(*options, tmp_path / "parts", "--workers", 5)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
     last = records(tmp_path / "whole")[-1]
-    # The broken one does not count: 12 images, not 13.
+    # The broken image does not count, so there are 12 images instead of 13.
     assert last["broken_images"] == 2
     assert last["val_accuracy"] * 12 == pytest.approx(round(last["val_accuracy"] * 12))
     # Other images than before are refused.
@@ -302,11 +302,11 @@ def test_a_signal_and_other_workers_change_nothing(shards, tmp_path):
     assert "the data differ from the run" in refused("--data-dir", tmp_path, *IMAGES, "--output", tmp_path / "parts")
 
 
-# Several devices and processes.
+# -- several devices and processes -------------------------------------------------------------------------------------
 
 
 def assert_same(a, b, tolerance):
-    """Parameters and batch-norm averages agree, each leaf relative to its norm."""
+    """Compare parameters and batch-norm averages, each leaf relative to its norm."""
     for name in ("params", "batch_stats"):
         found, expected = (jax.tree_util.tree_flatten_with_path(x[name])[0] for x in (a, b))
         for (path, x), (_, y) in zip(found, expected, strict=True):
@@ -316,10 +316,11 @@ def assert_same(a, b, tolerance):
 
 @pytest.mark.slow
 def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
-    """In float64: measured, the worst leaf differs by 6e-15 after 40 steps.
+    """Compare in float64, where the worst leaf differs by 6e-15 after 40 steps.
 
-    In float32 it is 5e-6 as long as no activation is so near to zero that rounding decides on its ReLU, which lets a
-    gradient through or not. With these weights one in 73,728 is, at 1e-8 in the fifth step, and makes 1e-4 of it.
+    In float32 it differs by 5e-6, unless an activation is so close to zero that rounding decides whether its ReLU
+    passes the gradient. With these weights this happens to an activation of 1e-8 in the fifth step, a single activation
+    among 73,728. The difference is then 1e-4.
     """
     job = ["--dtype", "float64", "--width", 8, "--steps", 40, "--output"]
     one = train(*job, tmp_path / "one").stdout
@@ -328,10 +329,10 @@ def test_default_job_in_two_processes_on_four_devices_and_on_one(tmp_path):
     assert "4 device(s) in 1 process(es)" in four
     two = train(*job, tmp_path / "two", name=LAUNCH, devices=2).stdout
     assert "4 device(s) in 2 process(es)" in two
-    # One process writes and prints.
+    # Only a single process writes and prints.
     assert two.count("done: 40 steps") == 1
     lines = {name: (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "four", "two")}
-    assert {len(text) for text in lines.values()} == {44}  # a line each step, one of each validation
+    assert {len(text) for text in lines.values()} == {44}  # a line for each step and for each validation
     expected = state(tmp_path / "one", 40)
     assert_same(state(tmp_path / "four", 40), expected, 1e-12)
     assert_same(state(tmp_path / "two", 40), expected, 1e-12)
@@ -350,7 +351,8 @@ def test_two_processes_stop_together_and_one_goes_on_with_accumulation(tmp_path)
     assert "2 micro-batch(es) of 36 images" in again and f"at step {step} of 2000" in again
 
 
-# How long a process may go on without another, as docs/distributed.md says: jax.distributed misses it after 100 s.
+# How long a process may continue without the other, as in docs/distributed.md. jax.distributed notices the loss after
+# 100 s.
 WITHOUT_ANOTHER = 180
 
 
@@ -386,7 +388,7 @@ def test_without_the_other_a_process_ends_with_an_error_and_the_run_goes_on(tmp_
     "chosen", [["--preconditioner", "eigh"], ["--preconditioner", "cholesky", "--statistics-period", 2]], ids=str
 )
 def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
-    """On two devices, with micro-batches."""
+    """Use two devices and micro-batches."""
     options = [*chosen, "--width", 8, "--steps", 8, "--batch-size", 48, "--local-batch", 12]
     train(*options, "--output", tmp_path / "whole", devices=2)
     train(*options, "--output", tmp_path / "parts", "--stop-after", 5, devices=2)
@@ -397,14 +399,17 @@ def test_other_curvatures_go_on_bit_for_bit(tmp_path, chosen):
 
 @pytest.mark.slow
 def test_the_recipe_on_other_devices(tmp_path):
-    """Stopped on four devices, going on with two and other micro-batches: as if always on two, up to rounding."""
+    """Stop on four devices, and resume on two with other micro-batches.
+
+    Up to rounding, the run matches a run on two devices.
+    """
     options = ["--config", "bs128k", "--data", "digits", "--global-batch", 144, "--width", 8, "--steps", 8]
     train(*options, "--local-batch", 18, "--stop-after", 4, "--output", tmp_path / "a", devices=4)
     train(*options, "--local-batch", 36, "--output", tmp_path / "a", devices=2)
     train(*options, "--local-batch", 36, "--output", tmp_path / "b", devices=2)
     one, two = state(tmp_path / "a", 8), state(tmp_path / "b", 8)
     for name in ("images", "targets"):
-        # Random numbers and the order of the batch do not depend on devices at all.
+        # Random numbers and the batch's order do not depend on devices.
         np.testing.assert_allclose(one["mixed"][name], two["mixed"][name], atol=1e-6)
     for a, b in zip(jax.tree.leaves(one["params"]), jax.tree.leaves(two["params"]), strict=True):
         assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
@@ -418,7 +423,7 @@ def test_the_main_job(tmp_path, optimizer):
     assert last["val_accuracy"] >= 0.97
 
 
-# The terminal.
+# -- the terminal ------------------------------------------------------------------------------------------------------
 
 
 def test_help_and_a_reader_that_has_seen_enough(tmp_path):
@@ -455,7 +460,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monke
 
 @pytest.mark.slow
 def test_one_command_compares_two_optimizers(tmp_path):
-    """The rehearsal of the runs on CIFAR-10."""
+    """Rehearse the runs on CIFAR-10."""
     env = {"SEEDS": "0", "FOLDER": str(tmp_path / "runs")}
     options = ["--data", "digits", "--width", 8, "--steps", 4, "--log-every", 1]
     began = time.monotonic()
@@ -468,7 +473,7 @@ def test_one_command_compares_two_optimizers(tmp_path):
     assert len(rates[0]) == len(rates[1]) == 4
 
 
-@pytest.mark.slow  # on a busy machine threads of tensorstore may print beside the one line
+@pytest.mark.slow  # on a busy machine, tensorstore's threads may print another line
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

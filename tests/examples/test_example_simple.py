@@ -1,4 +1,4 @@
-"""`examples/imagenet/simple.py`, copied into an empty folder: trained, stopped, damaged and started again."""
+"""Test `examples/imagenet/simple.py`, copied into an empty folder: trained, stopped, damaged and restarted."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shorter(folder):
-    """Changed as its reader may: without the last stage, with which it takes half as long again to compile."""
+    """Change the script as a reader may: the last stage, which makes compilation take 1.5 times as long, is removed."""
     text = (folder / "simple.py").read_text()
     assert text.count("= (1, 1, 1)") == 1
     (folder / "simple.py").write_text(text.replace("= (1, 1, 1)", "= (1, 1)"))
@@ -32,7 +32,7 @@ def shorter(folder):
 
 
 def module(folder):
-    """The script as a module of this process."""
+    """Return the script as a module in this process."""
     spec = importlib.util.spec_from_file_location("simple", folder / "simple.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
@@ -41,7 +41,7 @@ def module(folder):
 
 @pytest.fixture
 def photographs(tmp_path):
-    """Red, green and blue noise, one image broken and one beside the images."""
+    """Write images of red, green and blue noise, and a broken image."""
     rng = np.random.default_rng(0)
     for k, name in enumerate(("red", "green", "blue")):
         (tmp_path / "photographs" / name / "deeper").mkdir(parents=True)
@@ -59,7 +59,7 @@ def simple(folder, *args, devices=1):
 
 
 def lines(done):
-    """What is printed but for the seconds."""
+    """Return the printed lines without the seconds."""
     return re.sub(r"  [\d.]+ s\n", "\n", done.stdout).splitlines()
 
 
@@ -84,7 +84,7 @@ def test_digits_stopped_killed_and_damaged_go_on_bit_for_bit(shorter):
                 break
         done = end(run)
         assert done.returncode == code and not done.stderr, done.stderr
-    # One bit of the last checkpoint is not as it was written. A killed save leaves a folder with a longer name.
+    # Change a bit in the last checkpoint. A killed save leaves a folder with a longer name.
     saved = (path for path in (shorter / "run" / "checkpoints").iterdir() if path.name.isdigit())
     last = max(saved, key=lambda path: int(path.name))
     data = max((p for p in last.glob("state/**/d/*") if p.is_file()), key=lambda path: path.stat().st_size)
@@ -94,7 +94,7 @@ def test_digits_stopped_killed_and_damaged_go_on_bit_for_bit(shorter):
     again = lines(finish(simple(shorter, *options)))
     assert "is damaged, or from another model; it was renamed to" in again[0]
     assert whole[-len(again[2:]) :][1:] == again[3:] and again[-1] == whole[-1]
-    # Done is done, and other options are another run: both in one process.
+    # A finished run does not train again, and other options make another run. Both run in a single process.
     twice = "import sys, simple\nfor more in [], ['--rate', '0.2']:\n    simple.main(sys.argv[1:] + more)\n"
     (shorter / "twice.py").write_text(twice)
     run = end(start(*options, "--output", shorter / "run", name=str(shorter / "twice.py"), cwd=shorter))
@@ -119,7 +119,7 @@ def test_photographs_are_found_in_both_layouts(folder, photographs, layout, caps
         into_splits(photographs)
     *parts, classes = module(folder).photographs(photographs, 16)
     assert classes == ["blue", "green", "red"]
-    # A tenth of the files of all, the broken one among them, or those that are named with a one first.
+    # Validation has a tenth of all files, including the broken file, or the files whose names begin with 1.
     assert [len(labels) for _, labels in parts] == ([57, 33] if layout == "splits" else [81, 9])
     for images, labels in parts:
         assert images.shape == (len(labels), 18, 18, 3) and images.dtype == np.uint8
@@ -143,7 +143,7 @@ def test_photographs_on_several_devices(folder, photographs, layout):
 )
 def test_what_cannot_be_is_one_sentence(folder, args, words):
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as raised:  # with a text Python prints that alone, and exits with 1
+    with pytest.raises(SystemExit) as raised:  # Python prints only this text, and exits with 1
         module(folder).main([*map(str, args), "--output", str(folder / "run")])
     signal.signal(signal.SIGINT, handler)
     sentence = raised.value.code

@@ -1,4 +1,4 @@
-"""`examples/imagenet`: what a run exits with, by how it was stopped; who started it goes by that alone."""
+"""Test the exit codes of `examples/imagenet` after each kind of stop. Launchers use the exit code alone."""
 
 import os
 import re
@@ -18,7 +18,7 @@ LONG = [*SGD, "--steps", 100_000]
 
 
 def stopped_after(line, signals, *args, to="process", **options):
-    """A script that gets `signals` when it has printed a line that begins with `line`."""
+    """Start a script, and send it `signals` when it has printed a line that begins with `line`."""
     run = start(*args, **options)
     for text in run.stdout:
         if re.match(line, text):
@@ -29,7 +29,7 @@ def stopped_after(line, signals, *args, to="process", **options):
     return end(run)
 
 
-# By default test_example_runs.py has the slow cases: it asks for the codes 0, 143 and 1, and kills a run.
+# In the default run, test_example_runs.py covers the slow cases: it checks the codes 0, 143 and 1, and kills a run.
 @pytest.mark.parametrize(
     ("code", "args", "line", "signals"),
     [
@@ -61,7 +61,7 @@ def test_ctrl_c_before_anything_is_imported_is_no_traceback(tmp_path):
 
 
 def test_a_comparison_ends_with_the_run_that_is_stopped(tmp_path):
-    """As a terminal does it: Ctrl-C goes to the shell and to the run."""
+    """Send Ctrl-C to the shell and to the run, as a terminal does."""
     env = {"SEEDS": "0 1", "OPTIMIZERS": "sgd", "FOLDER": str(tmp_path / "runs")}
     done = stopped_after(r"step +3/", [signal.SIGINT], *LONG[2:], to="group", name="launch/compare.sh", env=env)
     assert done.returncode in (130, -2), done.stderr

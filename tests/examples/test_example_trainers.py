@@ -1,4 +1,4 @@
-"""`examples/trainers/flax_fit.py`: flax's own training steps with K-FAC."""
+"""Test `examples/trainers/flax_fit.py`: flax's own training steps with K-FAC."""
 
 import sys
 from pathlib import Path

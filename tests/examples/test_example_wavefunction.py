@@ -1,4 +1,4 @@
-"""`examples/wavefunction` at small size: exact wavefunctions, the two ways to a gradient, and every method."""
+"""Test `examples/wavefunction` at small size: exact wavefunctions, both ways to a gradient, and every method."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def small(vmc):
 
 
 def exact_hydrogen(vmc, sizes):
-    """Parameters with which psi is exp(-r)."""
+    """Return parameters for which psi is exp(-r)."""
     params = vmc.init(jax.random.key(0), vmc.ATOMS["hydrogen"], sizes)
     params["orbitals 0"]["kernel"] = jnp.zeros_like(params["orbitals 0"]["kernel"])
     params["decay 0"] = jnp.ones_like(params["decay 0"])
@@ -46,7 +46,7 @@ def test_the_ground_state_of_hydrogen_has_its_energy_everywhere(vmc, small):
 
 
 def test_walkers_are_distributed_as_psi_squared(vmc, small):
-    """In the ground state of hydrogen the mean distance is 3/2. Moves that are too short or too long are corrected."""
+    """Check the mean distance in hydrogen's ground state, which is 3/2. The width of moves adapts."""
     atom, params = vmc.ATOMS["hydrogen"], exact_hydrogen(vmc, small)
     x, width = jax.random.normal(jax.random.key(1), (2000, 3)), jnp.asarray(1.0)
     walk = jax.jit(vmc.walk, static_argnums=(1, 5))
@@ -99,13 +99,13 @@ def test_both_losses_have_the_gradient_of_the_energy(vmc, small, title, x64):
         np.testing.assert_allclose(ravel_pytree(jax.jit(jax.grad(loss))(params, x))[0], expected, atol=1e-10)
         _, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=len(x)))(params, x)
         np.testing.assert_allclose(ravel_pytree(grads)[0], expected, atol=1e-10)
-        # What is inside of a rule of its own has no exact rows.
+        # Layers within a custom rule have no exact rows.
         exact = {layer.name for layer in layers if layer.kind != "gradient-factors"}
         assert set(factors) == exact == ({layer.name for layer in layers} if loss is losses[0] else set())
 
 
 def test_statistics_are_those_of_the_gradients_of_log_psi(vmc, small, x64):
-    """The exact blocks of the marked output are the second moments, which `centred` makes the covariances."""
+    """Compare the marked output's exact blocks with second moments, which `centred` turns into covariances."""
     from ferminet import log_psi, logs
 
     atom = vmc.ATOMS["helium"]

@@ -1,4 +1,4 @@
-"""`kfac.curvature.estimate_factors`: batches of several sizes together are one batch."""
+"""Test that `kfac.curvature.estimate_factors` treats batches of several sizes as a single batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_batches_together_are_one():
     params, measure = parameters(), jax.jit(kfac.value_and_grad(loss_fn, layers()))
     expected = measure(params, one)[2]
     assert_same(kfac.curvature.estimate_factors(loss_fn, layers(), params, iter(several)), expected)
-    # A second pass takes the moments in the eigenvectors that the first one has.
+    # A second pass takes the moments in the first pass's eigenvectors.
     basis = jax.jit(lambda factors: kfac.curvature.eigenbasis(factors, layers()))(expected)
     moments = measure(params, one, basis=basis)[2]
     found = kfac.curvature.estimate_factors(loss_fn, layers(), params, several, basis=basis)

@@ -1,4 +1,4 @@
-"""`kfac.curvature.gauss_newton` against dense matrices in float64."""
+"""Test `kfac.curvature.gauss_newton` against dense matrices in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def network(p, x):
 
 
 def losses(p, batch):
-    """Two marks with different numbers of rows, one of them by tokens."""
+    """Compute a loss with two marked outputs, which have different numbers of rows."""
     x, labels, edge = batch
     z = kfac.mark_output(network(p, x), "categorical")
     e = kfac.mark_output(network(p, edge), "residual", weight=1.5)
@@ -42,7 +42,7 @@ def data():
 
 @functools.cache
 def dense():
-    """From Jacobians and Hessians row by row."""
+    """Compute the matrix from Jacobians and Hessians, row by row."""
     flat, unravel = ravel_pytree(parameters())
     x, _, edge = data()
 
@@ -104,7 +104,7 @@ def test_products(batches):
 
 
 def test_tokens_and_their_number():
-    """A sequence is an example, as `num_examples` says."""
+    """Check that a sequence is an example if `num_examples` says so."""
     x = normal(6, 6, 4, 4)
 
     def loss(w, x):

@@ -1,4 +1,4 @@
-"""The layers' blocks in `kfac.curvature.gauss_newton` against Jacobians written out, in float64."""
+"""Test the layers' blocks in `kfac.curvature.gauss_newton` against explicit Jacobians, in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def loss_of(model, likelihood):
 
 
 def columns(tree):
-    """Rows `[k, p]` by layer of `network`, in the order of `kron(A, G)`: kernels `[in, out]` as they lie, then bias."""
+    """Return rows `[k, p]` by layer of `network`, in the order of `kron(A, G)`.
+
+    Kernels `[in, out]` come first, in memory order, and biases last.
+    """
     tree = jax.tree.map(np.asarray, tree)
     k = len(tree["out"])
     dense = np.concatenate([tree["in"]["w"].reshape(k, -1), tree["in"]["b"]], axis=1)
@@ -46,7 +49,7 @@ def columns(tree):
 
 
 def true_fisher(model, likelihood, params, x, n, flatten=columns):
-    """The mean over `n` of the score's second moment over all targets, for independent rows of the output."""
+    """Return the mean over `n` of the score's second moment over all targets, for independent output rows."""
     z, jacobian = model(params, x), jax.jacrev(model)(params, x)
     rows, features = int(np.prod(z.shape[:-1])), z.shape[-1]
     z = np.asarray(z).reshape(rows, features)
@@ -82,7 +85,7 @@ def test_the_true_fisher(x64, likelihood):
 
 
 def test_it_is_the_hessian_where_the_output_is_linear(x64):
-    """Not by way of scores: the Gauss-Newton matrix of a linear model is the Hessian of its loss."""
+    """Compare without scores: the Gauss-Newton matrix of a linear model is its loss's Hessian."""
     params, x = {"w": normal(0, D, OUT)}, normal(9, N, D)
     loss = loss_of(lambda p, x: x @ p["w"], "categorical")
     hessian = jax.hessian(lambda w: loss({"w": w.reshape(D, OUT)}, x))(params["w"].ravel())
@@ -172,7 +175,7 @@ def test_an_output_inside_a_scan(x64):
 
 
 def test_where_the_kronecker_product_is_exact_the_error_is_nothing(x64):
-    """One linear layer with unit variance: `G` is the identity."""
+    """Check a linear layer with unit variance, where `G` is the identity."""
     params, x = {"w": normal(0, D, OUT), "b": normal(1, OUT)}, normal(9, N, D)
     loss = loss_of(lambda p, x: x @ p["w"] + p["b"], "gaussian")
     layers = kfac.find_layers(loss, params, x)

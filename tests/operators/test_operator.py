@@ -1,4 +1,4 @@
-"""`kfac.curvature.operator` against dense matrices written out, in float64, and against what the optimizer does."""
+"""Test `kfac.curvature.operator` against explicit dense matrices, in float64, and against the optimizer's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N, WIDTH, DAMPING = 12, 3, 0.03
 
 
 def loss_fn(p, batch):
-    """A dense layer with bias, a norm, two stacked layers, an embedding, a vector, and one that is skipped."""
+    """Compute a loss over a dense layer, a norm, two stacked layers, an embedding, a vector and a skipped parameter."""
     x, words, y = batch
     h = x @ p["first"]["w"] + p["first"]["b"] + p["table"][words]
     h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-2)
@@ -64,7 +64,7 @@ def measured(basis=False):
     _, grads, factors = measure(parameters(), batch())
     if not basis:
         return grads, factors
-    # Moments in the eigenvectors of other statistics.
+    # The moments are taken in the eigenvectors of other statistics.
     vectors = kfac.curvature.eigenbasis(measure(parameters(), batch(1))[2], layers())
     return measure(parameters(), batch(), basis=vectors)[2], vectors
 
@@ -74,7 +74,7 @@ def whole(factor):
 
 
 def blocks_of(form, damping):
-    """The matrix of each copy of each layer, in the order of `kron(A, G)`, as NumPy arrays, from the formulas."""
+    """Return the matrix of each layer's copies by the formulas, in the order of `kron(A, G)`, as NumPy arrays."""
     if form == "ekfac":
         factors, basis = measured(basis=True)
     else:
@@ -121,7 +121,7 @@ def made(form, damping=DAMPING):
 
 
 def vectors_of(layer, tree):
-    """`[copies, p]`: what the tree holds of a layer, in the order of `kron(A, G)`."""
+    """Return a layer's entries of the tree as `[copies, p]`, in the order of `kron(A, G)`."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     own = [leaves["['" + path.replace("/", "']['") + "']"] for path in layer.params]
     matrix = np.asarray(layer.to_matrix(own))
@@ -152,7 +152,7 @@ def close(found, expected, tolerance=1e-9):
 @pytest.mark.parametrize("form", ["eigh", "cholesky", "ekfac"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_products_are_those_of_dense_matrices(form, function):
-    """So are the inverse, the roots and other functions, for eight vectors under vmap and jit."""
+    """Check products, the inverse, roots and other functions for eight vectors, under vmap and jit."""
     on_operator, on_matrix = FUNCTIONS[function]
     tree = jax.tree.map(lambda p: normal(p.size, 8, *p.shape), parameters())
     found = jax.jit(lambda op, tree: jax.vmap(on_operator(op).matvec)(tree))(made(form), tree)
@@ -182,7 +182,7 @@ def test_numbers_and_the_matrix_written_out(form):
     assert op.size == sum(map(len, blocks)) == sum(p.size for p in jax.tree.leaves(parameters())) - 2
     for layer in layers().with_factors:
         own = blocks_of(form, DAMPING)[layer.name]
-        if layer.kind in ("unitwise", "diagonal"):  # a channel at a time
+        if layer.kind in ("unitwise", "diagonal"):  # channel by channel
             index = [[p * layer.d_out + c for p in range(layer.d_in)] for c in range(layer.d_out)]
             own = [own[0][np.ix_(i, i)] for i in index]
         close(of_layers[layer.name], np.stack(own))
@@ -208,7 +208,7 @@ def test_samples_have_the_covariance():
     assert jax.tree.structure(draws) == jax.tree.structure(parameters())
     dense = np.asarray(jax.jit(lambda op: op.to_dense())(op))
     covariance = np.asarray(flat.T @ flat) / len(flat)
-    # The entries of a sample covariance have a deviation of at most sqrt(2 / draws) of the variances.
+    # The entries of a sample covariance have a standard deviation of at most sqrt(2 / draws) times the variances.
     bound = 5 * np.sqrt(2 / len(flat)) * np.sqrt(np.outer(np.diag(dense), np.diag(dense)))
     assert np.all(np.abs(covariance - dense) <= bound + 1e-12)
 
@@ -261,20 +261,20 @@ def test_the_factors_of_a_state_are_its_averages():
         _, grads, factors = measure(parameters(), batch(seed))
         seen.append(factors)
         _, state = update(grads, state, factors=factors)
-    expected = jax.tree.map(lambda a, b: (np.asarray(a) / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, corrected
+    expected = jax.tree.map(lambda a, b: (np.asarray(a) / 2 + b) / 1.5, *seen)  # weights 1/4 and 1/2, normalised
     found = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers()))({"some": (state,)})
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
     with pytest.raises(ValueError, match="must hold one state"):
         kfac.curvature.factors_from_state({}, layers())
-    # As many blocks as on one device, but dealt out.
+    # The state has as many blocks as on one device, but they are scattered over two.
     with pytest.raises(ValueError, match=r"must be the state of one device: call kfac\.state\.gather_state"):
         kfac.curvature.factors_from_state(kfac.state.scatter_state(state, 2), layers())
 
 
 @pytest.mark.slow
 def test_three_devices_are_one():
-    """An operator of factors that lie on several devices, and products with trees that do."""
+    """Check an operator whose factors lie on several devices, and its products with trees on several devices."""
     mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
     rows = jax.device_put(batch(), NamedSharding(mesh, PartitionSpec("data")))
     same = jax.device_put(parameters(), NamedSharding(mesh, PartitionSpec()))
@@ -331,7 +331,7 @@ def test_refusals(case):
 
 
 def test_the_table_says_the_dtype_of_the_statistics():
-    """Of eight bytes an element here."""
+    """Check the statistics' dtype and their memory, such as eight bytes per element in float64."""
     assert "in float64; found" in repr(layers())
     narrow = jax.tree.map(lambda x: x.astype("float32"), (parameters(), (batch()[0], batch()[2])))
     x, y = narrow[1]
@@ -361,7 +361,7 @@ def test_numbers_are_subtracted():
 
 @pytest.mark.parametrize("tree", [lambda w: w, lambda w: {"w": w}], ids=["bare", "in a dictionary"])
 def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
-    """Both have the shape of the only leaf."""
+    """Check a vector and a tree that both have the shape of the only leaf."""
 
     def loss(p, x):
         return 0.5 * jnp.mean(kfac.mark_output((x @ ravel_pytree(p)[0])[:, None], "gaussian") ** 2)

@@ -1,4 +1,4 @@
-"""`adaptive_damping` against the reduction ratio from explicit Jacobians, and its rule."""
+"""Test `adaptive_damping` against its rule, and against the reduction ratio from explicit Jacobians."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss_of(likelihood="categorical"):
 
 
 def sgd(damping):
-    """The simplest optimizer that depends on the damping."""
+    """Return the simplest optimizer that depends on the damping."""
     return optax.sgd(RATE / damping)
 
 
@@ -65,7 +65,7 @@ def step_of(tx, loss, **options):
 
 
 def exact_ratio(likelihood, params, changes, batch):
-    """In float64 by the full Jacobian and the Hessian of every row."""
+    """Compute the reduction ratio in float64 from the full Jacobian and each row's Hessian."""
 
     @jax.jit
     def ratio(params, changes, batch):
@@ -121,7 +121,10 @@ def sequences(w, batch):
 
 
 def two_marks(w, batch, rows=2, factor=5.0):
-    """Several batches: a part of the examples counts `factor` times, each part averaged over its own rows."""
+    """Compute a loss with two marked outputs, each averaged over its own rows.
+
+    The second output comes from some of the examples and counts `factor` times.
+    """
     x, y = batch
     inside = squares(kfac.mark_output(x[:, 0] @ w, "gaussian") - y[:, 0]).mean()
     edge = kfac.mark_output(x[:rows, 1] @ w - y[:rows, 1], "residual", weight=factor * len(x) / rows)
@@ -132,7 +135,7 @@ def two_marks(w, batch, rows=2, factor=5.0):
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("loss", [vectors, tokens, sequences, two_marks])
 def test_ratio_of_least_squares_is_one(loss, devices):
-    """Their quadratic model is exact, whatever the step and the damping, to the minimum."""
+    """Check that the quadratic model of least squares is exact, for any step and damping."""
     x, y = (np.random.default_rng(k).normal(size=(32, 8, d)) for k, d in ((0, D), (1, 3)))
     given = None if loss in (vectors, tokens) else 32 // devices
     if devices > 1 and loss is two_marks:
@@ -162,7 +165,7 @@ def test_ratio_of_least_squares_is_one(loss, devices):
 
 @pytest.mark.slow
 def test_number_of_examples_that_is_not_clear():
-    """The message names what takes it, and giving it there helps."""
+    """Check that the error names the argument, and that passing this argument helps."""
     w, batch = jnp.zeros((D, 3)), (normal(0, 32, 8, D, dtype=np.float32), normal(1, 32, 8, 3, dtype=np.float32))
     for given in (None, 32):
         tx = kfac.adaptive_damping(sgd, 100.0, every=1, num_examples=given)
@@ -179,8 +182,8 @@ def test_number_of_examples_that_is_not_clear():
     ("rate", "expected"),
     [
         (1e-3, [1, 0.9**2, 0.9**2, 0.9**4]),  # a small step is predicted well
-        (8.0, [1, 0.9**-2, 0.9**-2, 0.9**-4]),  # the loss falls, though the model predicts that it rises
-        (40.0, [3, 9, 27, 81]),  # it rises: every step is taken back, and looked at
+        (8.0, [1, 0.9**-2, 0.9**-2, 0.9**-4]),  # the loss falls, though the model predicts an increase
+        (40.0, [3, 9, 27, 81]),  # the loss rises, so every step is rejected and measured
         (-0.1, [3, 9, 27, 81]),  # the model itself predicts no decrease
         (math.inf, [1, 1, 1, 1]),  # the optimizer makes no step at all
     ],
@@ -202,7 +205,7 @@ def test_rule(rate, expected):
 
 
 def test_steps_taken_back_until_the_damping_is_enough():
-    """From a damping a million times too small it recovers, where the same optimizer without it diverges."""
+    """Check recovery from a damping a million times too small, with which the bare optimizer diverges."""
     params, batch, loss = initial(), examples(), loss_of()
 
     def diverging(damping):
@@ -229,7 +232,7 @@ def test_between_the_thresholds_the_damping_stays():
 
 def test_bounds():
     params = initial()
-    for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):  # the second is taken back
+    for rate, expected in ((1e-3, 0.0095), (40.0, 0.0102)):  # the second step is rejected
         tx = kfac.adaptive_damping(lambda damping, r=rate: optax.sgd(r), 0.01, minimum=0.0095, maximum=0.0102, every=1)
         state = tx.init(params)
         for _ in range(2):
@@ -277,7 +280,7 @@ def trajectory(step, tx, params, batch, steps=2):
 
 @pytest.mark.slow
 def test_kfac_with_it():
-    """The damping reaches the inverses, and the log."""
+    """Check that the damping reaches the inverses and the diagnostics."""
     loss, batch = loss_of(), examples()
     layers, tx = kfac_of(loss, batch)
 
@@ -322,11 +325,11 @@ def on_one_device():
     return trajectory(jax.jit(step, compiler_options=FAST), tx, initial(), batch)
 
 
-# Without the check of axes that vary, autodiff does under shard_map what it does under pmap.
+# Without its check of varying axes, shard_map differentiates in the same way as pmap.
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["shard_map", "unchecked shard_map", "pmap"])
 def test_devices(mapped):
-    """What four devices measure together is what one measures."""
+    """Check that four devices together measure the same as a single device."""
     loss, batch, devices = loss_of(), examples(), 4
     layers, _ = kfac_of(loss, batch)
     expected = on_one_device()

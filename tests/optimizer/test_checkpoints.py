@@ -1,4 +1,7 @@
-"""Checkpoints cut short, of another model, another version or another number of devices: an error, and no loss."""
+"""Test checkpoints that are cut short or come from another model, another version or another number of devices.
+
+Each gives an error, and the checkpoint is not lost.
+"""
 
 import dataclasses
 import gc
@@ -30,14 +33,16 @@ from problem import (
 TX = plain_kfac(0.1, layers())
 
 
-# What orbax leaves behind: see the fixture.
+# The fixture below explains the warnings, which come from orbax.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(autouse=True)
 def what_orbax_leaves_behind():
-    """A restore that fails leaves orbax's coroutines unfinished, which Python warns of when it collects them: here, and
-    not in whatever test comes next."""
+    """Collect the coroutines that orbax leaves unfinished when a restore fails.
+
+    Python warns when it collects them, which would otherwise happen in some later test.
+    """
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -52,7 +57,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def saved(trained, tmp_path_factory):
-    """Checkpoints of steps 1 and 2, both the same."""
+    """Save the same checkpoint for steps 1 and 2."""
     folder = tmp_path_factory.mktemp("run")
     with ocp.StandardCheckpointer() as checkpointer:
         for step in ("1", "2"):
@@ -89,7 +94,7 @@ def test_a_checkpoint_of_a_process_that_was_stopped_half_way_is_not_taken_for_on
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=ocp.args.StandardSave(trained))
         manager.wait_until_finished()
-    # orbax renames a folder when all of it is written.
+    # orbax renames a folder after writing all of it.
     shutil.copytree(saved / "2", tmp_path / "run" / "2.orbax-checkpoint-tmp-0")
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         assert manager.latest_step() == 1
@@ -104,14 +109,14 @@ def test_a_checkpoint_of_another_model_is_refused(saved):
     with pytest.raises(ValueError, match=r"structures do not match[\s\S]*kronecker_5x4"):
         restore(saved / "1", target)
     assert contents(saved) == before
-    # And so is a state that was brought in by another way.
+    # A state from elsewhere is refused, too.
     message = "not one for these layers: its blocks kronecker_4x4 are 1 of first; the layers need 2 of first, out"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda state: TX.update(measured(0)[0], state, initial()), target["opt_state"])
 
 
 def test_a_checkpoint_of_renamed_layers_is_refused_by_their_names(saved):
-    """The blocks of `first` and `out` have one shape: as `z` and `out` they would stand in the other order."""
+    """Rename `first` to `z`: the blocks of `z` and `out` have the same shape, but they change their order."""
 
     def loss(params, batch):
         return loss_fn({"first": params["z"], **{k: v for k, v in params.items() if k != "z"}}, batch)
@@ -127,7 +132,7 @@ def test_a_checkpoint_of_renamed_layers_is_refused_by_their_names(saved):
 
 
 def test_a_checkpoint_of_another_version_of_the_state_names_what_differs(trained, tmp_path):
-    """A field that an earlier version did not have."""
+    """Check the error for a field that an earlier version did not have."""
     fields = trained["opt_state"][0]._asdict()
     del fields["unitwise_damping_scale"]
     with ocp.StandardCheckpointer() as checkpointer:
@@ -158,7 +163,7 @@ def test_a_checkpoint_of_another_number_of_devices_is_refused_unless_it_is_gathe
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_path):
-    """Half of the state: running averages and their weights, in a fresh state; without the momentum here."""
+    """Restore half of a state: running averages and their weights. This state has no momentum."""
     tx = kfac.scale_by_kfac(layers())
     params, state, _ = run(tx, steps=2)
 
@@ -181,7 +186,7 @@ def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_p
         shared={name: with_averages(blocks, kept[name]) for name, blocks in fresh.shared.items()},
     )
     step, refresh = stepper(tx), jax.jit(kfac.observe)
-    for statistics in (measured(2)[1], None):  # with or without statistics `observe` makes the inverses
+    for statistics in (measured(2)[1], None):  # `observe` inverts with or without statistics
         _, expected, right = step(measured(2)[0], state, params, statistics)
         start = fresh if statistics is not None else refresh(fresh)
         _, found, updates = step(measured(2)[0], start, params, statistics)

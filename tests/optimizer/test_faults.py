@@ -1,4 +1,4 @@
-"""What is not finite, or cannot be inverted, is left out, counted and outlived."""
+"""Test that non-finite values and failed inversions are skipped and counted, and that training goes on."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 
 def spoil(tree, *path, value=float("nan")):
-    """The tree with one element of one leaf replaced."""
+    """Replace an element of a single leaf."""
 
     def replace(p, leaf):
         names = tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in p)
@@ -48,7 +48,7 @@ def spoil(tree, *path, value=float("nan")):
 
 
 def without(state, *metrics):
-    """The state less some of its counters, whether it comes from a refused step, and what is due before the next."""
+    """Return the state without these counters, and without the flags for a rejected step and for due statistics."""
     return state._replace(
         step_rejected=jnp.array(False),
         due=jnp.array(False),
@@ -56,7 +56,7 @@ def without(state, *metrics):
     )
 
 
-# Where each block lies in the state.
+# The location of each block in the state.
 STACKS = {"first": ("kronecker_4x4", 0), "out": ("kronecker_4x4", 1), "norm": ("unitwise_4x2", 0)}
 STACKS["offset"] = ("unitwise_4x1", 0)
 
@@ -81,12 +81,12 @@ def test_only_the_layer_with_bad_statistics_leaves_them_out(clean, layer, factor
             (field_of(state, "factors"), field_of(reference, "factors")),
             (field_of(state, "weight"), field_of(reference, "weight")),
         ):
-            # Both factors of a Kronecker block, or neither.
+            # Both factors of a Kronecker block are kept, or neither.
             assert_equal(jax.tree.map(lambda x: x[k], found[group]), jax.tree.map(lambda x: x[k], kept[group]))  # noqa: B023
     assert state.metrics.skipped_statistics == 1
     assert state.metrics.skipped_steps == 0
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((field_of(state, "preconditioner"), updates)))
-    # The next good statistics go on from there.
+    # The next good statistics continue the averages.
     _, state, _ = step(*measured(3)[:1], state, params, measured(3)[1])
     assert state.metrics.skipped_statistics == 1
     assert differ(field_of(state, "factors")[STACKS[layer][0]], field_of(before, "factors")[STACKS[layer][0]])
@@ -114,7 +114,7 @@ def before_refresh():
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("path", [("out", "kernel"), ("temperature",)])
 def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value, steps):
-    """Also one of a skipped parameter, and also where its step, the fourth, was the one to refresh."""
+    """Check skipped parameters, too, and the fourth step, which is due to refresh."""
     step, observe, states = before_refresh
     params, state, _ = states[steps - 1]
     grads, factors = measured(steps)
@@ -122,14 +122,14 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
     after, bad, updates = step(spoil(grads, *path, value=value), state, params)
     assert_equal(after, params)
     assert all(not np.any(x) for x in jax.tree.leaves(updates))
-    # Factors, inverses, momentum, counts: all but what is measured of the step and the counters of faults.
+    # Factors, inverses, momentum and counts stay. Measurements of the step and fault counters change.
     measures = ("gradient_norm", "preconditioned_norm", "condition", "inverse_age", "skipped_steps")
     assert_equal(without(state_of(bad), *measures), without(state_of(state), *measures))
     assert_equal(bad[1], state[1])
     assert state_of(bad).step_rejected and not state_of(state).step_rejected
     assert kfac.diagnostics(bad)["skipped_steps"] == 1
     assert kfac.diagnostics(bad)["skipped_statistics"] == 0
-    # The next good step is the one that this step should have been.
+    # The next good step does the same as this step would have done.
     later, good, _ = step(grads, bad, params)
     expected, untouched, _ = step(grads, state, params)
     assert_equal(later, expected)
@@ -140,7 +140,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(before_refresh, path, value,
 
 @pytest.mark.slow
 def test_schedules_stay_together_when_a_step_is_skipped():
-    """The norm constraint reckons with the rate that is applied; damping and momentum belong to the same step."""
+    """Check that the norm constraint uses the applied rate, and that damping and momentum belong to the same step."""
     options = {
         "kl_clip": 1e-4,
         "damping": lambda t: 0.1 / (1 + t),
@@ -201,13 +201,16 @@ def test_a_guard_around_the_optimizer_is_counted_once():
         for t in range(2):
             bad = spoil(measured(t)[0], "out", "kernel")
             params, state, _ = step(bad if t == 0 else measured(t)[0], state, params, measured(t)[1])
-        # The last one's outer guard turned the bad gradient into zeros before the preconditioner saw it.
+        # The last wrapper's outer guard set the bad gradient to zero before the preconditioner saw it.
         assert kfac.diagnostics(state)["skipped_steps"] == (0 if isinstance(state[0], optax.ApplyIfFiniteState) else 1)
         assert differ(params, initial())
 
 
 def float16_step(gradient, scale=1.0):
-    """A step with gradients in float16 of a kernel, which grow a thousandfold, and of a vector that is skipped."""
+    """Step with float16 gradients for a kernel, whose update grows a thousandfold, and for a skipped vector.
+
+    Return the updates and the number of skipped steps.
+    """
     params = {"kernel": jnp.zeros((2, 2), jnp.float16), "free": jnp.zeros(4096, jnp.float16)}
 
     def loss(params, x):
@@ -234,16 +237,16 @@ def test_a_preconditioned_gradient_beyond_float16_is_refused():
 
 
 def test_large_gradients_in_float64_are_taken(x64):
-    """Their norm has a square in float64, and none in float32."""
+    """Check gradients whose squared norm fits float64, but not float32."""
     found = kfac.find_layers(loss_fn, initial(jnp.float64), batch(0, dtype=jnp.float64), skip=["temperature"])
     tx = kfac.scale_by_kfac(found)
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e25), initial(jnp.float64))
     updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)))
     assert state.metrics.skipped_steps == 0 and state.count == 1
-    assert_equal(updates, grads)  # no statistics so far
+    assert_equal(updates, grads)  # there are no statistics yet
 
 
-# Inversions.
+# -- inversions --------------------------------------------------------------------------------------------------------
 
 
 def indefinite(factors, layer):
@@ -273,7 +276,7 @@ def test_a_block_that_cannot_be_inverted_keeps_its_last_inverse(forgetful, layer
         ):
             assert_close(found[k], right[k], 0 if name == layer else 1e-6)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
-    # Good statistics end it.
+    # Good statistics end the failures.
     _, after, _ = step(grads, bad, initial(), factors)
     assert after.metrics.failed_inversions == 1
     assert_close(field_of(after, "preconditioner"), field_of(good, "preconditioner"), 1e-6)
@@ -319,7 +322,7 @@ def test_training_through_faults_of_all_kinds_still_learns():
     assert found["skipped_statistics"] == 4
 
 
-# Loss scaling.
+# -- loss scaling ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1024.0, 2.0**15])
@@ -332,13 +335,13 @@ def test_statistics_of_a_scaled_loss_are_unscaled(scale):
     assert differ(factors, expected)
     assert_close(factors.unscale(scale), expected, 1e-6)
     assert_equal(factors.unscale(scale)["first"].A, factors["first"].A)
-    # Where the square of the scale is not finite, but the result is.
+    # The square of this scale is not finite, but the result is.
     tiny = jax.tree.map(lambda x: x * 1e-10, expected)
     assert_close(jax.jit(lambda f, s: f.unscale(s))(tiny, 1e20)["first"].G, tiny["first"].G / 1e20 / 1e20, 1e-6)
 
 
 def test_loss_scaling_in_float16():
-    """Gradients of a float16 network, too small without the scale, train it with it."""
+    """Train a float16 network whose gradients are too small without a loss scale."""
     found = kfac.find_layers(loss_fn, initial(jnp.float16), batch(0, dtype=jnp.float16), skip=["temperature"])
     tx = plain_kfac(0.05, found, damping=1e-2)
     params, state = initial(), tx.init(initial())
@@ -367,12 +370,12 @@ def test_loss_scaling_in_float16():
     assert kfac.diagnostics(new)["skipped_steps"] == 1
 
 
-# Where faults come from.
+# -- sources of faults -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", BAD[:2])
 def test_bad_activations_leave_everything_as_it_was(clean, value):
-    """One element of one example, through the whole loss."""
+    """Spoil an element of a single example, which affects the whole loss."""
     _, step, states = clean
     params, state, _ = states[1]
     x, labels = batch(2)
@@ -386,7 +389,7 @@ def test_bad_activations_leave_everything_as_it_was(clean, value):
     measures += ("skipped_steps", "skipped_statistics")
     assert_equal(without(bad, *measures), without(observed, *measures))
     assert bad.metrics.skipped_steps == 1 and bad.metrics.skipped_statistics == len(STACKS)
-    # The same step with good activations is the one that it would have been.
+    # With good activations, the step is the same as without the fault.
     _, after, updates = step(*_gradients(params, batch(2))[:1], bad, params, _gradients(params, batch(2))[1])
     _, expected, right = step(*_gradients(params, batch(2))[:1], state, params, _gradients(params, batch(2))[1])
     assert_equal(updates, right)
@@ -404,7 +407,10 @@ def _value_and_grad():
 
 @pytest.mark.parametrize("layer", STACKS)
 def test_factors_of_low_rank_or_none_are_inverted(forgetful, layer):
-    """A layer that is dead in this batch, and one that sees a single direction: damping makes both definite."""
+    """Check a layer that is dead in this batch, and a layer that sees a single direction.
+
+    Damping makes the factors of both definite.
+    """
     step, state = forgetful
     grads, factors = measured(1)
 
@@ -451,14 +457,17 @@ def test_an_inverse_outlives_any_number_of_failures_in_a_row(forgetful, layer):
     assert_close(field_of(good, "preconditioner"), field_of(never_failed, "preconditioner"), 1e-6)
 
 
-# One device of several.
+# -- a single device of several ----------------------------------------------------------------------------------------
 
 NOTHING, ACTIVATION, GRADIENT, STATISTIC, INDEFINITE = range(5)
 
 
 @pytest.fixture(scope="module")
 def devices():
-    """A step on four devices of which the third has the fault whose number is an argument, and its first state."""
+    """Return a step on four devices, its parameters and its first state.
+
+    An argument selects the third device's fault.
+    """
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     tx = plain_kfac(0.05, layers(), factor_ema_decay=0.0, distribution=kfac.Distribution("devices"))
     specs = kfac.state.state_specs(tx, initial(), "devices")
@@ -471,9 +480,9 @@ def devices():
 
         batch = strike(ACTIVATION, batch[0], lambda x: x.at[0, 0].set(value)), batch[1]
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        # On JAX 0.11.2 the compiler crashes at `x.at[()].set(value)` in `shard_map`.
+        # On JAX 0.11.2, the compiler crashes at `x.at[()].set(value)` in `shard_map`.
         grads = strike(GRADIENT, grads, lambda x: x.at[(0,) * x.ndim].set(value) if x.ndim else value)
-        first, out = (factors[name].combined() for name in ("first", "out"))  # whole, of this device
+        first, out = (factors[name].combined() for name in ("first", "out"))  # this device's whole factors
         out = dataclasses.replace(out, G=strike(STATISTIC, out.G, lambda x: x.at[0, 0].set(value)))
         first = dataclasses.replace(first, A=strike(INDEFINITE, first.A, lambda x: -1e3 * jnp.eye(x.shape[-1])))
         factors = kfac.Factors({**factors, "first": first, "out": out})
@@ -499,13 +508,13 @@ def devices():
 @pytest.mark.parametrize("value", BAD[:2])
 @pytest.mark.parametrize("fault", [ACTIVATION, GRADIENT, STATISTIC, INDEFINITE])
 def test_a_fault_on_one_device_of_four(devices, fault, value):
-    """All devices take the same decision; what the fault does not touch goes on; the next step is a good one."""
+    """Check that all devices decide alike, that unaffected blocks are updated, and that the next step is good."""
     take, params, state = devices
     after, bad = take(params, state, 1, fault, value)
     expected, good = take(params, state, 1)
     counts = kfac.diagnostics(bad)
     assert counts["skipped_steps"] == (fault in (ACTIVATION, GRADIENT))
-    # Activations that are not finite spoil every statistic, a gradient that is not finite spoils none.
+    # Non-finite activations spoil all statistics. A non-finite gradient spoils no statistics.
     assert counts["skipped_statistics"] == {STATISTIC: 1, ACTIVATION: len(STACKS)}.get(fault, 0)
     assert counts["failed_inversions"] == (fault == INDEFINITE)
     if fault in (ACTIVATION, GRADIENT):

@@ -1,4 +1,4 @@
-"""`kfac.presets.full_batch` against conjugate gradients with dense matrices, in float64."""
+"""Test `kfac.presets.full_batch` against conjugate gradients with dense matrices, in float64."""
 
 import functools
 import itertools
@@ -16,11 +16,11 @@ from checking import FAST, normal
 from problem import state_of
 
 pytestmark = pytest.mark.usefixtures("x64")
-N, SCALE = 12, 8  # examples, and the position of the scale among all parameters
+N, SCALE = 12, 8  # number of examples, and the index of the scale among all parameters
 
 
 def loss_fn(params, batch):
-    """A residual for each example, with a scale that no block by layer knows: it has the gradient's own diagonal."""
+    """Compute a residual for each example. No layer contains the scale, so its diagonal comes from gradients."""
     x, y = batch
     z = params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"])
     return 0.5 * jnp.sum(kfac.mark_output(z - y, "residual") ** 2) / N
@@ -44,7 +44,7 @@ def problem():
 
 
 def dense_step(matrix, near, gradient, last):
-    """The minimum in the span of the direction and the last step, and six preconditioned steps from there."""
+    """Minimise in the span of the direction and the last step, and take six preconditioned steps from there."""
     span = np.stack([near @ gradient, *([last] if last.any() else [])], axis=1)
     x = -span @ np.linalg.solve(span.T @ matrix @ span, span.T @ gradient)
     along, size = 0 * x, np.inf
@@ -69,7 +69,7 @@ def test_two_steps_are_those_of_dense_matrices():
         j = np.asarray(jacobian(ravel_pytree(params)[0]))
         matrix = j.T @ j / N + damping * np.eye(j.shape[1])
         near = np.array(inverted(factors, damping))
-        near[SCALE] = inverted(factors, observed)[SCALE]  # small blocks are inverted by `observe`, before the step
+        near[SCALE] = inverted(factors, observed)[SCALE]  # `observe` inverts small blocks, before the step
         last = dense_step(matrix, near, np.asarray(ravel_pytree(grads)[0]), last)
         np.testing.assert_allclose(ravel_pytree(updates)[0], last, rtol=1e-6, atol=1e-9)
         assert float(updates["scale"]) != 0

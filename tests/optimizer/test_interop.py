@@ -1,4 +1,4 @@
-"""The transforms among the rest of optax and jax: wrappers, dtypes, compilation, donation, checkpoints, devices."""
+"""Test the transforms with the rest of optax and JAX: wrappers, dtypes, compilation, donation, checkpoints, devices."""
 
 import functools
 
@@ -35,11 +35,11 @@ RATE = 0.1
 
 @functools.cache
 def plain(steps=3):
-    """What `kfac` does with no wrapper: parameters and state."""
+    """Return parameters and state after some steps of `kfac` without a wrapper."""
     return run(plain_kfac(RATE, layers()), steps=steps)[:2]
 
 
-# Chains and wrappers.
+# -- chains and wrappers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_unknown_keywords_are_ignored():
     for tx in (plain_kfac(RATE, layers()), kfac.scale_by_kfac(layers()), plain_kfac(RATE, layers(), kl_clip=1e9)):
         assert isinstance(tx, optax.GradientTransformationExtraArgs)
         state = tx.init(initial())
-        # The last is the name of one that the parts of `kfac` pass on among themselves.
+        # Earlier versions of `kfac` used the last keyword internally.
         others = {"value": jnp.ones(()), "grad": None, "of_another_transform": "x", "taken": False}
         update = jax.jit(functools.partial(observing(tx), **others))
         update(grads, state, initial(), factors=factors)
@@ -81,7 +81,7 @@ def test_whole_layers_can_be_masked_out(trust_ratio):
     params, state, updates = run(masked, steps=3)
     assert_equal(updates["out"], measured(2)[0]["out"])
     assert_equal(updates["offset"], measured(2)[0]["offset"])
-    # The others do what they do beside the whole.
+    # The other parameters move as they do under the whole optimizer.
     whole = run(tx, steps=3)
     assert_close([params[k] for k in ("first", "norm")], [whole[0][k] for k in ("first", "norm")], 1e-5)
     assert "inverse_age" in kfac.diagnostics(state)
@@ -102,7 +102,7 @@ def test_half_of_a_layer_masked_out_is_an_error(hidden, kept):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [kfac.scale_by_kfac, functools.partial(kfac.presets.osawa2019, RATE)])
 def test_kernels_to_kfac_and_the_rest_to_adamw(make):
-    """With `skip=`, as the error says: the kernels take K-FAC's steps without a bias, the vectors AdamW's."""
+    """Use `skip=`, as the error says. Kernels take K-FAC's steps without a bias, and vectors take AdamW's steps."""
     without_bias = kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature", "^first/bias$"])
     measure = jax.jit(kfac.value_and_grad(loss_fn, without_bias))
 
@@ -131,7 +131,7 @@ def test_partition_leaves_some_parameters_to_adamw():
 
 
 def test_inject_hyperparams_with_all_defaults():
-    options = {"step_norm": None, "nesterov": False, "damping": 1e-3}  # those of `plain`
+    options = {"step_norm": None, "nesterov": False, "damping": 1e-3}  # the options of `plain`
     tx = optax.inject_hyperparams(kfac.kfac)(learning_rate=RATE, layers=layers(), kl_clip=1e9, **options)
     params, state, _ = run(tx, steps=3)
     assert_close(params, plain()[0], 1e-5)
@@ -162,7 +162,7 @@ def test_injected_schedules():
     rate, damping = (lambda t: 0.1 / (1 + t)), (lambda t: 0.01 * (1 + t))
     options = {"layers": layers(), "preconditioner": kfac.Cholesky()}
     injected = optax.inject_hyperparams(kfac.kfac)(learning_rate=rate, damping=damping, **options)
-    # `observe` goes by the damping of the step before, which is all that the state knows.
+    # `observe` uses the previous step's damping, because the state contains no other.
     direct = kfac.kfac(rate, damping=lambda t: damping(jnp.maximum(t - 1, 0)), **options)
     assert_close(run(injected, steps=3)[0], run(direct, steps=3)[0], 1e-5)
 
@@ -209,7 +209,7 @@ def test_optax_tree_utilities_reach_into_the_state():
     assert optax.tree.get(state, "damping") == np.float32(1e-3)
     changed = optax.tree.set(state, inverse_age=jnp.asarray(7))
     assert kfac.diagnostics(changed)["inverse_age"] == 7
-    # The momentum of skipped leaves; that of blocks lies in stacks.
+    # This tree contains the momentum of skipped leaves. Stacks contain the momentum of blocks.
     ((path, _),) = jax.tree_util.tree_leaves_with_path(optax.tree.get(state, "trace"))
     assert jax.tree_util.keystr(path, simple=True) == "temperature"
     same = optax.tree.map_params(plain_kfac(RATE, layers()), lambda x: 2 * x, state)
@@ -230,7 +230,7 @@ def test_diagnostics_found_inside_any_nesting():
         assert {"damping", "condition", "skipped_steps", "kl_clip_scale"} <= found.keys()
 
 
-# Dtypes and shapes.
+# -- dtypes and shapes -------------------------------------------------------------------------------------------------
 
 
 def abstract(tree):
@@ -320,7 +320,7 @@ def test_float32_models_are_unaffected_by_x64(x64):
     assert_close(after, plain()[0], 1e-4)
 
 
-# Compilation, donation, abstract evaluation.
+# -- compilation, donation, abstract evaluation ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_two_compilations_with_and_without_statistics_and_no_third(options):
         updates, state = observing(tx)(grads, state, params, factors)
         return optax.apply_updates(params, updates), state
 
-    # Not under jit: what init returns must not differ from what update returns either.
+    # Without jit, too, `init` must return the same types as `update`.
     params, state = initial(), tx.init(initial())
     for t, given in enumerate([True, True, False, False, True, False]):
         grads, factors = measured(t % 3)
@@ -348,14 +348,14 @@ def test_two_compilations_with_and_without_statistics_and_no_third(options):
 def test_parameters_and_state_can_be_donated():
     tx = plain_kfac(RATE, layers(), kl_clip=1e9)
     step = stepper(tx, donate_argnames=("state", "params"))
-    # A copy of each: the parameters of other tests live on.
+    # Copy the parameters, because other tests use them.
     for init in (tx.init, jax.jit(tx.init)):
         params = jax.tree.map(jnp.copy, initial())
         state = init(params)
         for t in range(3):
             given = (params, state)
             params, state, _ = step(*measured(t)[:1], state, params, measured(t)[1] if t != 1 else None)
-            # Scalars that a step does not read need not be given up.
+            # Scalars that a step does not read need not be donated.
             assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.ndim)
         assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
     assert_close(params, run(plain_kfac(RATE, layers()), steps=3, without=(1,))[0], 1e-5)
@@ -395,7 +395,7 @@ def test_a_step_inside_scan():
     assert_close(field_of(state, "factors"), field_of(plain()[1], "factors"), 1e-5)
 
 
-# Checkpoints.
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -418,7 +418,7 @@ def test_an_orbax_checkpoint_continues_bit_for_bit(tmp_path):
 
 
 def test_state_survives_flattening_by_path():
-    """What serialisers of other make rely on."""
+    """Check flattening by path, on which other serialisers rely."""
     _, state = plain()
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     names = [jax.tree_util.keystr(path) for path, _ in flat]
@@ -426,13 +426,13 @@ def test_state_survives_flattening_by_path():
     assert_equal(jax.tree.unflatten(treedef, [np.asarray(leaf) for _, leaf in flat]), state)
 
 
-# Devices.
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 DEVICES = 4
 
 
 def sharded_batch(step):
-    """Different data on each device, and all of it in one piece."""
+    """Return a batch as a whole, and split into different data for each device."""
     whole = batch(step, 4 * DEVICES)
     return whole, jax.tree.map(lambda x: x.reshape(DEVICES, 4, *x.shape[1:]), whole)
 
@@ -466,7 +466,7 @@ def place(tree, specs):
 
 
 def sharded(step, tx):
-    """The function under `shard_map` with its default check; the state lies on the devices as it wants to."""
+    """Return `step` under `shard_map` with its default check, and placed parameters and state."""
     specs = kfac.state.state_specs(tx, initial(), "devices")
     mapped = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=(P(), specs, P("devices")), out_specs=(P(), specs)))
     init = jax.jit(jax.shard_map(tx.init, mesh=MESH, in_specs=(P(),), out_specs=specs))
@@ -490,11 +490,11 @@ def options(axis_name):
         "kl_clip": 1e-2,
         "inverse_update_period": 2,
         "interval_warmup_steps": 1,
-        "distribution": kfac.Distribution(axis_name),  # that of the run on one device
+        "distribution": kfac.Distribution(axis_name),  # None on a single device
     }
 
 
-@pytest.mark.slow  # as tests/distributed/test_distributed.py
+@pytest.mark.slow  # tests/distributed/test_distributed.py is similar
 def test_pmap_equals_one_device_on_the_whole_batch():
     tx = plain_kfac(RATE, layers(), **options("devices"))
     step = jax.pmap(train_step(tx, "devices"), axis_name="devices")
@@ -579,12 +579,12 @@ def test_bad_statistics_on_one_device_leave_the_layer_out_on_all():
         assert differ(updates["first"]["kernel"][k], measured(0)[0]["first"]["kernel"])
 
 
-# Other loops.
+# -- other loops -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_lists_and_named_tuples_of_parameters():
-    """Paths are those of any pytree."""
+    """Check paths in another pytree."""
     x, labels = batch(0)
     params = [{"w": initial()["first"]["kernel"]}, (initial()["out"]["kernel"], initial()["offset"])]
 

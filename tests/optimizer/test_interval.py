@@ -1,4 +1,4 @@
-"""The rule for steps with statistics, against its definition."""
+"""Test the rule for steps with statistics against its definition."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,8 @@ def test_without_likeness_every_step_is_due():
 
 
 def test_a_change_halves_the_interval_and_likeness_once_keeps_it():
-    # Intervals 1, 2, 3, 5, 8; then a change at 19: 4; alike once: 4; alike twice: 4 + 4.
+    # The intervals are 1, 2, 3, 5 and 8. The change at step 19 halves 8 to 4. After one similar step it stays at 4, and
+    # after two it grows to 4 + 4.
     assert steps_with_statistics(lambda step: 1.0 if step == 19 else 0.01, 48) == [0, 1, 3, 6, 11, 19, 23, 27, 35, 47]
 
 
@@ -75,7 +76,7 @@ def test_bad_arguments_are_named(options):
 def test_the_change_is_that_of_the_statistics_against_their_average():
     tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
     state = jax.jit(tx.init)(initial())
-    assert change_of(measured(0)[1], kfac.curvature.factors_from_state(state, layers())) == 1  # nothing to compare with
+    assert change_of(measured(0)[1], kfac.curvature.factors_from_state(state, layers())) == 1  # no average yet
     state = jax.jit(lambda grads, state, factors: tx.update(grads, kfac.observe(state, factors))[1])(
         measured(0)[0], state, measured(0)[1]
     )

@@ -1,6 +1,6 @@
-"""`step_norm="spectral"`, the default of `kfac.kfac`: fixed lengths of steps, and a damping in units of each block.
+"""Test `step_norm="spectral"`, the default of `kfac.kfac`: fixed step lengths, and damping in units of each block.
 
-Some tests are of the inside of `_optimizer.step_scaling` and of damping: numbers that a step shows as products only.
+Some tests use internals of `_optimizer.step_scaling` and of damping: numbers that a step shows only as products.
 """
 
 import jax
@@ -28,7 +28,7 @@ def one_update(tx, params=None, grads=None, factors=None, seed=0):
 
 
 def singular(matrix):
-    """The largest singular value."""
+    """Return the largest singular value."""
     return np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False)[..., 0]
 
 
@@ -66,7 +66,7 @@ CONVOLUTIONS = {
 
 
 def convolved(window_strides=(1, 1), padding="SAME", **options):
-    """The loss of one convolution."""
+    """Return a loss over a single convolution."""
 
     def loss(params, images):
         dimensions = ("NHWC", "HWIO", "NHWC")
@@ -89,7 +89,7 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     found = kfac.find_layers(loss, {"kernel": kernel}, images)
     assert found[0].overlap == overlap
     assert kfac.find_layers(loss, {"kernel": kernel}, images, gradient_factors=("kernel",))[0].overlap == 1
-    if name not in ("with stride 2", "of channels by themselves"):  # one alone, and one in copies
+    if name not in ("with stride 2", "of channels by themselves"):  # a single kernel, and stacked copies
         return
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))({"kernel": kernel}, images)
     update = one_update(kfac.kfac(0.1, found, momentum=None), {"kernel": kernel}, grads, factors)["kernel"]
@@ -103,7 +103,7 @@ def test_layers_whose_windows_overlap_otherwise_are_others_but_images_of_another
     params = {"kernel": jnp.ones((3, 3, 4, 8))}
     large, small = jnp.ones((8, 6, 6, 4)), jnp.ones((8, 2, 2, 4))
     found = kfac.find_layers(loss, params, large)
-    # A jitted function that gets layers must not take one network's lengths for another's.
+    # A jitted function of layers must not use another network's step lengths.
     assert found != kfac.find_layers(convolved((2, 2)), params, large)
     assert (found[0].overlap, kfac.find_layers(loss, params, small)[0].overlap) == (9, 4)
     jax.eval_shape(kfac.value_and_grad(loss, found), params, small)
@@ -177,7 +177,7 @@ def test_a_kernel_before_a_normalisation_is_turned_only():
 
 
 def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
-    """What is left of it is rounding, which must not be made as long as a step."""
+    """Check that the remainder, which is rounding error, is not scaled to a full step."""
     rng = np.random.default_rng(0)
     kernel = jnp.asarray(rng.normal(size=(1, 40, 30)), jnp.float32)
     gradient = rng.normal(size=(1, 40, 30))
@@ -191,7 +191,10 @@ def test_an_update_along_a_kernel_that_may_only_turn_is_no_long_step():
 
 
 def test_what_has_no_gradient_any_more_does_not_move():
-    """Its momentum, however small, would be made as long as ever."""
+    """Check that a momentum without a gradient does not move its block.
+
+    Otherwise it would be scaled to a full step, however small it is.
+    """
     tx = kfac.kfac(0.1, layers())
     step, params, state = stepper(tx), initial(), tx.init(initial())
     grads, factors = measured(0)
@@ -231,7 +234,7 @@ def test_relative_damping_against_dense_solves(diagonal):
     kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     dense = np.linalg.solve(np.kron(a, g) + 0.2 * mean * np.eye(12), v.ravel("F")).reshape(3, 4, order="F")
     np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
-    # Cholesky: the same amount, split. In units of each factor it is sqrt(l).
+    # Cholesky splits the same amount between the factors: sqrt(l) in units of each factor.
     preconditioner = kfac.Cholesky("float32", relative=True)
     kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     damped = [x + np.sqrt(0.2) * np.trace(x) / len(x) * np.eye(len(x)) for x in (g, a)]
@@ -253,7 +256,7 @@ def test_the_operator_has_the_same_damping(preconditioner):
     expected = kfac.curvature.operator(layers(), state).inv() @ measured(0)[0]
     expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
     assert_close(updates, expected, 1e-4)
-    if isinstance(preconditioner, kfac.Eigh):  # named without, it takes the units of the state
+    if isinstance(preconditioner, kfac.Eigh):  # `Eigh()` without `relative` takes the units of the state
         other = kfac.curvature.operator(layers(), state, preconditioner=kfac.Eigh()).inv() @ measured(0)[0]
         assert_close(other["out"], expected["out"], 1e-4)
 
@@ -287,7 +290,7 @@ def test_what_would_have_no_effect_with_it_is_refused():
 
 
 def test_it_is_the_same_in_a_chain_and_under_masks():
-    """`optax.masked` hides whole layers: theirs is the identity, and the rest has its lengths."""
+    """Hide whole layers with `optax.masked`. Their updates pass through, and the others have their lengths."""
     mask = {**jax.tree.map(lambda _: True, initial()), "out": {"kernel": False}}
     tx = optax.masked(kfac.kfac(0.5, layers(), momentum=None), mask)
     update = one_update(tx)
@@ -296,7 +299,10 @@ def test_it_is_the_same_in_a_chain_and_under_masks():
 
 
 def words_loss(params, batch):
-    """Words, kernels before a normalisation, whose scale does not matter, others with biases, and what is no kernel."""
+    """Compute a loss over words, kernels before a normalisation, kernels with biases, and a free parameter.
+
+    The scale of a kernel before a normalisation does not matter.
+    """
     ids, labels = batch
     x = params["table"][ids]
     for kernel in params["before"]:
@@ -322,9 +328,10 @@ def words_parameters():
 @pytest.mark.slow
 @pytest.mark.parametrize(("trust_ratio", "devices"), [(None, 3), (0.05, 4)])
 def test_gradients_may_arrive_local(trust_ratio, devices, x64):
-    """Eighteen steps are those of one device, though no device has the gradient of the whole batch.
+    """Check that eighteen steps match a single device, though no device has the whole batch's gradient.
 
-    Rounding grows with the steps: the parameters differ by 1e-16 after three, 1e-12 after eighteen, 1e-9 after thirty.
+    Rounding errors grow with the steps. The parameters differ by 1e-16 after three steps, by 1e-12 after eighteen, and
+    by 1e-9 after thirty.
     """
     rng = np.random.default_rng(1)
     batches = [(rng.integers(0, 50, 12), rng.integers(0, 6, 12)) for _ in range(3)]
@@ -369,7 +376,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
 
 @pytest.mark.slow
 def test_spectral_norms_of_steps(x64):
-    """The largest singular value of a step, by an SVD, is what is promised or somewhat more."""
+    """Check by SVD that a step's largest singular value is the promised length or somewhat more."""
     rng = np.random.default_rng(0)
     shapes = {"wide": (6, 24), "b": (24,), "tall": (24, 5), "conv": (3, 3, 1, 4)}
     params = {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
@@ -400,7 +407,7 @@ def test_the_spectral_norm_of_zeros_of_equal_values_and_of_small_numbers(x64):
 
 
 def test_spectral_norms_of_large_matrices_stay_in_range():
-    """Vectors are not normalised between iterations, and must not overflow in float32."""
+    """Check that vectors do not overflow in float32, as they are not normalised between iterations."""
     d = 2048
     stack = jnp.stack([jnp.eye(d), jnp.ones((d, d)), 1e-3 * jnp.eye(d)])
     np.testing.assert_allclose(spectral_norm(stack), [1, d, 1e-3], rtol=1e-5)
@@ -412,7 +419,7 @@ def test_step_norm_is_checked():
 
 
 def test_a_bound_on_the_error_of_spectral_norms(x64):
-    """At most a tenth too small for steps like random matrices, of low rank, or orthogonal but for some directions."""
+    """Check that norms are at most a tenth too small, for random, low-rank, orthogonal and nearly orthogonal steps."""
     rng = np.random.default_rng(0)
     gaussian = rng.normal(size=(4, 96, 64))
     low_rank = rng.normal(size=(4, 96, 3)) @ rng.normal(size=(4, 3, 64))
@@ -425,7 +432,7 @@ def test_a_bound_on_the_error_of_spectral_norms(x64):
 
 @pytest.mark.slow
 def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64):
-    """`max_factor_dim` cuts the kernel in four. The bound is the root of their number."""
+    """Cut the kernel in four by `max_factor_dim`. The bound is the root of the number of pieces."""
 
     def loss(params, x):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"]) - 1))

@@ -1,6 +1,6 @@
-"""`adaptive_layer_rates` and `layer_multipliers` of `kfac.kfac`: what each layer's rate follows, against NumPy.
+"""Test the options `adaptive_layer_rates` and `layer_multipliers` of `kfac.kfac` against NumPy.
 
-Tests the inside of `_optimizer.step_scaling`, too: the constants of its rule have no other place.
+Some tests use internals of `_optimizer.step_scaling`, because its rule's constants are only defined there.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kfac._optimizer.step_scaling import AGREES, FASTEST, FOLLOWS, FORGETS, FULL
 from problem import assert_equal, matrices, measured, motions, observing, state_of
 
 LAYERS = problem.layers()
-WARMUP = 10  # steps in which bases turn
+WARMUP = 10  # steps in which bases change
 GROUP, MEMBERS = "kronecker_4x4", ("first", "out")
 
 
 def steps(tx, number, params=None):
-    """The gradients, the state before, the updates and the state after of each step, at fixed parameters."""
+    """Yield each step's gradients, previous state, updates and new state, at fixed parameters."""
     params = problem.initial() if params is None else params
     state, update = jax.jit(tx.init)(params), jax.jit(observing(tx))
     for t in range(number):
@@ -37,7 +37,7 @@ def rates(state):
 
 
 def in_basis(state, matrices_):
-    """Matrices of the members in the eigenbasis of a state, `[k, d_in, d_out]`."""
+    """Return the members' matrices in a state's eigenbasis, `[k, d_in, d_out]`."""
     kept = state_of(state).owned[GROUP].blocks.preconditioner
     stack = np.stack([np.asarray(matrices_[name], np.float64) for name in MEMBERS])
     a, g = (np.asarray(side.vectors, np.float64) for side in (kept.A, kept.G))
@@ -77,7 +77,7 @@ def test_other_inverses_follow_the_angle_to_the_momentum():
     for t, (grads, before, _, after) in enumerate(steps(tx, 5)):
         momentum = np.asarray(state_of(before).owned[GROUP].blocks.momentum_state.momentum, np.float64)
         stack = np.stack([matrices(grads)[name].T for name in MEMBERS])
-        expected = followed(rates(before), cosines(momentum, stack)) if t else 1  # nothing has moved before
+        expected = followed(rates(before), cosines(momentum, stack)) if t else 1  # there is no momentum yet
         np.testing.assert_allclose(rates(after), expected, rtol=1e-4)
     assert np.all(rates(after) != 1)
 
@@ -105,18 +105,18 @@ def test_rates_have_bounds_and_zero_gradients_tell_nothing():
 
 
 def test_no_rate_rises_in_a_warm_up_or_late_in_a_schedule():
-    """Short steps agree with the gradient, whatever the rate that they are a part of."""
+    """Check schedules with short steps, which agree with the gradient at any rate."""
     top = 2 * WARMUP
     tx = kfac.kfac(lambda t: 1e-3 * jnp.minimum(t / top, jnp.where(t < top + 8, 1, 0.4)), LAYERS)
     grads, factors = measured(0)
     state, update = jax.jit(tx.init)(problem.initial()), jax.jit(observing(tx))
     found = []
-    for _ in range(top + 11):  # the same gradient again and again
+    for _ in range(top + 11):  # always the same gradient
         _, state = update(grads, state, problem.initial(), factors=factors)
         found.append(rates(state).max())
     np.testing.assert_array_equal(found[: top + 1], 1)
     assert np.all(np.diff(found[top : top + 8]) > 0)
-    assert np.all(np.diff(found[top + 7 :]) < 0)  # what was found before expires
+    assert np.all(np.diff(found[top + 7 :]) < 0)  # earlier rates decay
 
 
 def test_without_them_all_layers_go_by_the_one_rate():
@@ -182,7 +182,7 @@ def test_other_parameters_are_refused():
 
 @pytest.mark.slow
 def test_several_devices_tell_the_same_rates(x64):
-    """A device without a block at a position has a copy of another there, with no rate of its own."""
+    """Check that positions without blocks do not count. They hold a copy of another block, without a rate."""
     mesh = jax.make_mesh((3,), ("devices",), devices=jax.devices()[:3])
     told = []
     for where in (kfac.Distribution(), kfac.Distribution(mesh=mesh)):
@@ -200,7 +200,7 @@ GIVEN = {"^out/kernel": jnp.float32(0.2), "norm|offset": 3.0, "out|first/bias": 
 @pytest.mark.parametrize("devices", [None, 3])
 @pytest.mark.parametrize("preconditioner", [kfac.SOAP(), kfac.Cholesky()])
 def test_multipliers_multiply_the_steps_of_layers(x64, devices, preconditioner):
-    """Of those that share a stack, too; the first that is found counts, and others stay as they are."""
+    """Check layers that share a stack, too. The first pattern that matches counts, and other layers stay the same."""
     mesh = devices and jax.make_mesh((devices,), ("devices",), devices=jax.devices()[:devices])
     where = kfac.Distribution(mesh=mesh)
     plain, given = (
@@ -216,7 +216,7 @@ def test_multipliers_multiply_the_steps_of_layers(x64, devices, preconditioner):
 
 
 def test_rows_that_are_leaves_of_their_own_have_multipliers():
-    """Scales and shifts of several normalisations lie in one stack."""
+    """Check scales and shifts of several normalisations in a single stack."""
 
     def loss_fn(params, x):
         for scale in params["scales"]:
@@ -264,7 +264,7 @@ def test_multipliers_that_say_nothing_are_refused(value, what):
 
 @pytest.mark.slow
 def test_a_multiplier_that_a_bias_matches_is_its_kernels_too():
-    """And what becomes of the mapping later does not matter."""
+    """Check that a pattern for the bias also multiplies its kernel. Later changes to the mapping do not matter."""
     grads, factors = measured(0)
     lengths = []
     for rates in ({"first/bias": 1.0}, {"first/bias": 0.2}):

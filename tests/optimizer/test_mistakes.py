@@ -1,4 +1,4 @@
-"""The mistakes of a first hour, and what each says: the argument, its value, and the line to write."""
+"""Test the mistakes of a first hour: each error names the argument, its value, and the line to write."""
 
 import functools
 
@@ -20,7 +20,7 @@ def optimizer(**options):
 
 
 def update(*order, wrap=lambda tx: tx, state=None, tx=None, factors=None, **named):
-    """Update an optimizer with arguments in some order, after `factors` are observed; names stand for measurements."""
+    """Update an optimizer with arguments in this order, after observing `factors`. Names stand for measurements."""
     tx = wrap(tx or optimizer())
     given = {GRADS: measured(0)[0], STATS: measured(0)[1], "params": initial()}
 
@@ -351,6 +351,6 @@ def test_schedule_free_without_momentum_is_taken():
 
 @pytest.mark.parametrize("option", ["skip", "kfac_reduce", "gradient_factors", "batch_argnums"])
 def test_an_iterator_is_refused(option):
-    """It would have ended when it was checked, and nothing would have been skipped."""
+    """Check iterators, which the check itself would exhaust, so that nothing would be skipped."""
     with pytest.raises(ValueError, match=f"{option} must be .* but is <generator"):
         kfac.train_step(loss_fn, RATE, **{option: (x for x in ["bias"])})

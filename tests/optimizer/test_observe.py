@@ -1,4 +1,4 @@
-"""`kfac.observe`: statistics go into the state of an optimizer, in a program of their own or in that of the step."""
+"""Test `kfac.observe`, which puts statistics into an optimizer's state, in its own program or in the step's."""
 
 import functools
 
@@ -34,7 +34,7 @@ def basis_of(state, found, preconditioner):
 
 @pytest.mark.parametrize("preconditioner", INVERSES, ids=lambda preconditioner: type(preconditioner).__name__)
 def test_two_programs_are_one(preconditioner, x64):
-    """Twenty steps, of which some have statistics and some of these new inverses."""
+    """Compare twenty steps, some with statistics, and some of these with new inverses."""
     params = initial(jnp.float64)
     found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), gradient_factors=["temperature"])
     tx = kfac.kfac(0.05, found, preconditioner=preconditioner, overhead=0.5, inverse_update_period=3)
@@ -73,7 +73,7 @@ def test_two_programs_are_one(preconditioner, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("preconditioner", INVERSES, ids=lambda preconditioner: type(preconditioner).__name__)
 def test_a_step_without_statistics_changes_no_average(preconditioner):
-    """And no inverse: what a step changes of the state is the momentum, its own moments and what it counts."""
+    """Check that a step changes no inverse. It changes the momentum, its own moments and its counters."""
     tx = kfac.scale_by_kfac(layers(), preconditioner=preconditioner)
     factors = measured(0)[1]
     if preconditioner.takes_moments:
@@ -98,14 +98,14 @@ def test_a_step_without_statistics_changes_no_average(preconditioner):
 
 
 def others(tree):
-    """The leaves of a tree that belong to no state of kfac."""
+    """Return the leaves outside of kfac's states."""
     is_state = lambda node: isinstance(node, kfac.state.KfacState)  # noqa: E731
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_state) if not is_state(leaf)]
 
 
 @pytest.mark.slow
 def test_nothing_else_is_changed():
-    """In the state of a wrapper, and in what is no state of optax at all."""
+    """Check a wrapper's state, and trees that are not optax states."""
     tx = kfac.kfac(0.1, layers())
     many, train = optax.MultiSteps(tx, 2), TrainState.create(apply_fn=None, params=initial(), tx=tx)
     accumulated = compiled(many.update)(measured(0)[0], many.init(initial()), initial())[1]
@@ -140,7 +140,7 @@ def test_whether_they_are_due_is_known_after_the_state_was_donated():
 
 
 def test_two_observations_before_a_step_are_both_averaged():
-    """As of two batches between two steps."""
+    """Observe two batches between two steps."""
     tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
     state, observe = tx.init(initial()), compiled(kfac.observe)
     for t in range(2):
@@ -151,7 +151,7 @@ def test_two_observations_before_a_step_are_both_averaged():
 
 
 def test_without_factors_all_inverses_are_refreshed():
-    """Whatever the interval; averages and their age stay."""
+    """Check a refresh at any interval. The averages and their age stay the same."""
     tx = kfac.scale_by_kfac(layers(), damping=lambda t: 0.1 * (1 + t), inverse_update_period=5, interval_warmup_steps=0)
     state = compiled(kfac.observe)(tx.init(initial()), measured(0)[1])
     state = compiled(tx.update)(measured(0)[0], state)[1]
@@ -254,7 +254,7 @@ def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
 
 @pytest.mark.slow
 def test_a_state_is_its_own_argument_in_a_loop():
-    """Structure and types stay, so `scan` and `cond` take it."""
+    """Check that structure and types stay the same, as `scan` and `cond` require."""
     tx = kfac.kfac(0.05, layers(), overhead=0.5)
     grads, factors = measured(0)
 

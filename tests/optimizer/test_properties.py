@@ -1,6 +1,6 @@
-"""Random networks and random schedules: what holds in the cases that other tests spell out holds in all.
+"""Test random networks and schedules: properties that other tests check in single cases hold in all cases.
 
-The slow variants draw many more, and others in each run.
+The slow variants draw many more cases, and different cases in each run.
 """
 
 import functools
@@ -21,7 +21,7 @@ from networks import Conv, Dense, Loop, Network, networks
 from oracle import truth
 from problem import assert_equal, observing, plain_kfac, state_of
 
-# Compilation takes as long as it takes, and the first example longer than the others.
+# Compilation has no deadline, and the first example takes longer than the others.
 USUAL = dict(deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -33,7 +33,7 @@ def many(count):
     return settings(max_examples=count, database=None, **USUAL)
 
 
-# Factors.
+# -- factors -----------------------------------------------------------------------------------------------------------
 
 
 def check_factors(network, examples=4):
@@ -44,7 +44,7 @@ def check_factors(network, examples=4):
 
 
 def lengths(network):
-    """Of all axes of a network but the examples: positions, channels, layers of a loop."""
+    """Return the lengths of a network's axes, without the examples: positions, channels, and layers of a loop."""
     shapes = jax.tree.map(jnp.shape, network.parameters(np.float32))
     of_leaves = jax.tree.leaves(shapes)
     of_loops = [length for layer in network.layers for length in getattr(layer, "lengths", ())]
@@ -79,7 +79,7 @@ def test_factors_of_many_networks_equal_brute_force(network):
     check_factors(network)
 
 
-# Moments of EKFAC.
+# -- moments of EKFAC --------------------------------------------------------------------------------------------------
 
 
 def check_network_moments(network):
@@ -101,7 +101,7 @@ def test_moments_of_many_networks_equal_brute_force(network):
     check_network_moments(network)
 
 
-# What few draws may leave out: a convolution, stacked layers in a scan under remat, and a dense layer, together.
+# A few draws may miss this combination: a convolution, stacked layers in a scan under remat, and a dense layer.
 VARIED = Network(
     (4, 4, 2),
     (Conv((3, 3), (1, 1), "SAME", (1, 1), 1, 3, True), Loop((2,), True, False, True), Dense(4, True)),
@@ -109,7 +109,7 @@ VARIED = Network(
     False,
 )
 
-# Schedules.
+# -- schedules ---------------------------------------------------------------------------------------------------------
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -127,7 +127,7 @@ SCHEDULES = st.lists(st.booleans(), min_size=3, max_size=8)
 
 
 def check_schedule(network, options, schedule, compute):
-    """Steps with statistics where `schedule` is true."""
+    """Take steps with statistics where `schedule` is true."""
     params = network.parameters(np.float32)
     loss = functools.partial(network.loss, compute=jnp.dtype(compute))
     layers = kfac.find_layers(loss, params, *network.batch(0, 4, np.float32))
@@ -165,7 +165,7 @@ def check_schedule(network, options, schedule, compute):
                     assert np.all(np.linalg.eigvalsh(inverse) > 0), name
     counts = kfac.diagnostics(state)
     assert [counts[name] for name in ("skipped_steps", "skipped_statistics", "failed_inversions")] == [0, 0, 0]
-    # Nothing was compiled again.
+    # No function was compiled again.
     assert full._cache_size() == any(schedule) and cheap._cache_size() == (not all(schedule))
 
 
@@ -189,7 +189,7 @@ def test_states_of_many_networks_keep_their_form(network, options, schedule, com
     check_schedule(network, options, schedule, compute)
 
 
-# Devices.
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 COMMUNICATION = st.fixed_dictionaries(
     {
@@ -200,7 +200,7 @@ COMMUNICATION = st.fixed_dictionaries(
 
 
 def check_devices(network, options, schedule, count):
-    """Of examples that do not interact: parameters after each step are those of one device with the whole batch."""
+    """Compare parameters after each step with a single device on the whole batch, for examples that do not interact."""
     with jax.enable_x64(True):
         start = network.parameters(np.float64)
         layers = kfac.find_layers(network.loss, start, *network.batch(0, 2, np.float64))

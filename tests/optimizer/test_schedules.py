@@ -1,4 +1,4 @@
-"""The schedules of the large-batch recipe, each against its definition."""
+"""Test the schedules of the large-batch recipe, each against its definition."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +24,16 @@ def test_momentum_by_the_ratio_of_two_rates():
 def test_momentum_in_proportion_to_the_rate():
     momentum = kfac.schedules.coupled_momentum(0.9, rate, reference_rate=0.5)
     np.testing.assert_allclose([momentum(t) for t in range(len(RATES))], 0.9 / 0.5 * np.array(RATES), rtol=1e-6)
-    # While the rate is above the reference the momentum is what was asked for.
+    # While the rate is above the reference rate, the momentum has its given value.
     assert kfac.schedules.coupled_momentum(0.9, rate, reference_rate=0.2)(0) == np.float32(0.9)
 
 
 @pytest.mark.slow
 def test_coupled_momentum_in_the_optimizer():
-    """By the ratio it is constant momentum with the rate behind it; the paper's form is another method."""
+    """Check that coupling by the ratio is constant momentum with the rate after it.
+
+    The paper's form is another method.
+    """
     falling = optax.polynomial_schedule(0.1, 0.0, 3, transition_steps=6, transition_begin=1)
     coupled = kfac.schedules.coupled_momentum(0.9, falling)
     inside = run(plain_kfac(falling, layers(), momentum=coupled, lr_in_momentum=True), steps=6)[0]
@@ -49,7 +52,7 @@ def test_the_damping_warms_up_by_its_recursion():
     for t in range(60):
         np.testing.assert_allclose(damping(t), value, rtol=1e-4)
         value = (1 - share) * value + share * target
-    # Equal ends are no warm-up; in float32 one of these is below, the other above its decimal number.
+    # Equal ends give a constant. In float32 one of these values is below its decimal number, and the other above.
     for same in (1e-3, 1e-4):
         assert kfac.schedules.damping_decay(same, same, 10)(5) == np.float32(same)
 

@@ -1,4 +1,4 @@
-"""`kfac.train_step` does what the four lines do, for every framework's way of holding parameters and state."""
+"""Test that `kfac.train_step` matches the four lines, for each framework's way to hold parameters and state."""
 
 from __future__ import annotations
 
@@ -135,7 +135,10 @@ def perceptron():
     [(0.1, 6), (10, 1), slow(0.05, 11), slow(0.3, 2)],
 )
 def test_statistics_are_taken_when_they_are_due(overhead, every):
-    """In ten steps, then ever less often down to the cost that the first batch has, whatever a smaller one has."""
+    """Check that statistics come in ten steps, and then less and less often.
+
+    The first batch determines the final interval, even if later batches are smaller.
+    """
 
     def now(count):
         return 1 if count < 10 else min(every, 2 if count < 20 else 4)
@@ -169,7 +172,7 @@ def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
     found = len(calls)
     for _ in range(2):
         jax.eval_shape(lambda state: step(params, state, x), state)
-    assert len(calls) <= 2 * found + 1  # a trace or two for each of the two programs, and layers are not found anew
+    assert len(calls) <= 2 * found + 1  # a trace or two for each of the two programs, without finding the layers again
     printed = capsys.readouterr().out
     assert printed.count("\n") == bool(words) and words in printed
 
@@ -213,7 +216,7 @@ def test_inside_of_a_loop_it_is_the_same():
 
 @pytest.mark.slow
 def test_parts_of_a_batch_have_keys_of_their_own():
-    """Halves of a batch that are alike, each with its own mask, are not one half twice."""
+    """Check that equal halves of a batch have different masks, and so different losses."""
     params, rate = {"w": jnp.ones((5, 3))}, 0.1
 
     def loss_fn(params, batch, *, key):
@@ -234,7 +237,7 @@ def test_parts_of_a_batch_have_keys_of_their_own():
 
 @pytest.mark.slow
 def test_a_number_of_examples_that_the_loss_does_not_show():
-    def loss_fn(params, batch):  # the loss is of the second half of each sequence
+    def loss_fn(params, batch):  # the loss covers the second half of each sequence
         logits = kfac.mark_output((batch @ params["w"])[:, 2:], "gaussian")
         return 0.5 * jnp.mean(jnp.sum(logits**2, axis=-1))
 
@@ -283,7 +286,7 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
 
 @pytest.mark.slow
 def test_what_is_split_is_found_or_said(x64):
-    """The batch are the arguments that hold the examples; another that is as long goes to all parts whole."""
+    """Check that the arguments with examples are split. Another argument of equal length is passed whole."""
     p, x, y, scale = {"w": normal(0, 4, 3)}, normal(1, 4, 4), normal(2, 4, 3), normal(3, 4)
 
     def loss_fn(p, x, y):
@@ -368,7 +371,8 @@ def test_init_says_what_a_mean_step_costs(capsys):
     price, alone = map(
         float, re.search(r"adds ([\d.]+) times the gradient's FLOPs.*, ([\d.]+) for wide alone", said).groups()
     )
-    # Products of one example, forward pass and gradients: 3 x 2 x (400 x 300 + 300 x 2); refreshes by d^3.
+    # Per example, forward pass and gradients take 3 x 2 x (400 x 300 + 300 x 2) FLOPs. Refreshes are proportional to
+    # d^3.
     gradients = 64 * 6 * (400 * 300 + 300 * 2)
     seldom = 16 * (2 * (400**2 + 300**2) + 4 * 400 * 300) + 3 * 14 / 3 * (400**3 + 300**3)
     applied = 2 * 2 * 400 * 300 * 700
@@ -397,5 +401,5 @@ def test_parts_of_a_quarter_are_no_single_examples():
     step = kfac.train_step(lambda w, x: jnp.mean(jnp.square(x @ w)), 0.1, num_microbatches=5, verbose=False)
     params, batch = jnp.ones((3, 2)), jnp.ones((630, 3))
     state = step.init(params, batch)
-    params, state, loss = step(params, state, batch)  # 157 of 630 are a prime
+    params, state, loss = step(params, state, batch)  # a quarter of 630 is 157, a prime
     assert np.isfinite(loss) and state[0].last_statistics_step == 0

@@ -1,4 +1,4 @@
-"""Thirty steps on a small network against the NumPy reference: all state, not only the loss."""
+"""Test thirty steps of a small network against the NumPy reference: the whole state, not only the loss."""
 
 import functools
 
@@ -13,8 +13,9 @@ from problem import QUICKLY, ages_of, plain_kfac, state_of
 from reference import BLOCKS, SKIPPED, Reference, batch, initial_parameters, network
 
 STEPS = 30
-# Steps without statistics. 8 and 20 are multiples of `inverse_update_period`: a refresh is due, after steps 7 and 19
-# without one of their own. 2 lies in the first phase. At 12 nothing has changed since 8 if the damping has not.
+# Steps without statistics. Steps 8 and 20 are multiples of `inverse_update_period`, so a refresh is due, and steps 7
+# and 19 have no refresh. Step 2 is in the first phase. At step 12, nothing has changed since step 8 unless the damping
+# has.
 WITHOUT = (2, 5, 8, 9, 10, 11, 12, 17, 20, 23, 24, 25, 26, 27, 28)
 
 
@@ -46,7 +47,7 @@ def flat(tree):
 
 
 def table(*values):
-    """The same schedule for both sides: `values[step]`, the last for ever. Exact in float32."""
+    """Return the same schedule for both sides: `values[step]`, then the last value. All are exact in float32."""
     assert all(float(np.float32(v)) == v for v in values)
     return (
         lambda count: jnp.asarray(values)[jnp.minimum(count, len(values) - 1)],
@@ -94,7 +95,7 @@ CONFIGURATIONS = {
         "factor_ema_decay": constant(0.0),
         "interval_warmup_steps": 0,
     },
-    # Statistics come at step 1, the first refresh at step 4: until then gradients pass through.
+    # Statistics come at step 1, and the first refresh at step 4. Until then gradients pass through.
     "late refresh": {
         "learning_rate": constant(0.03125),
         "damping": constant(0.125),
@@ -139,7 +140,7 @@ def compare(state, reference, params, expected, tolerance, where):
         for path, leaf in flat(optax.tree.get(state, "trace")).items():
             close(leaf, reference.trace[path], f"momentum of {path}")
     if reference.kl_clip is not None:
-        # Reported in float32.
+        # This diagnostic is in float32.
         np.testing.assert_allclose(kfac.diagnostics(state)["kl_clip_scale"], reference.scale, rtol=1e-4)
 
 
@@ -178,8 +179,8 @@ def run(configuration, dtype, tolerance):
         compare(state, reference, params, expected, tolerance, f"step {t}")
         scales.append(getattr(reference, "scale", 1.0))
         ages.append(max(reference.ages.values()))
-    # The run was worth comparing: the network learns, the norm constraint binds at some steps and not at others, and
-    # refreshes left out as useless occurred.
+    # The run is a useful comparison: the network learns, the norm constraint binds in some steps only, and some useless
+    # refreshes were skipped.
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     if reference.kl_clip is not None:
         assert min(scales) < 0.9 and max(scales) == 1
@@ -189,7 +190,7 @@ def run(configuration, dtype, tolerance):
         assert not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype in (dtype, jnp.float32)
 
 
-# A number is a constant schedule: tests/optimizer/test_transform.py.
+# tests/optimizer/test_transform.py covers constant schedules, which equal numbers.
 @pytest.mark.parametrize(
     "configuration", [pytest.param(c, marks=pytest.mark.slow if c == "constants" else ()) for c in CONFIGURATIONS]
 )

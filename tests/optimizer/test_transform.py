@@ -1,4 +1,4 @@
-"""Semantics of `scale_by_kfac` and `kfac`, one property a test."""
+"""Test the semantics of `scale_by_kfac` and `kfac`, a property per test."""
 
 import dataclasses
 import functools
@@ -37,8 +37,8 @@ ALL_OPTIONS = list(inspect.signature(kfac.presets.osawa2019).parameters)
 KFAC_OPTIONS = list(inspect.signature(kfac.kfac).parameters)
 SCALE_OPTIONS = list(inspect.signature(kfac.scale_by_kfac).parameters)
 
-# Options under which each argument matters, and the value that must change the outcome. A new argument without an entry
-# fails the tests below. Numbers are handed in as arrays, so that one compiled function serves them all.
+# Options under which each argument matters, with a value that must change the outcome. A new argument without an entry
+# fails the tests below. Numbers are passed as arrays, so that a single compiled function serves them all.
 NUMBERS = {
     "learning_rate": 0.3,
     "momentum": 0.5,
@@ -76,12 +76,13 @@ SWITCHES = {
     "trust_ratio": ({}, 0.5),
     "preconditioner": ({}, kfac.Eigh()),
 }
-# What the fields of the values change: of a distribution on several devices the traffic, which the tests of axes show.
+# Fields of the options' values. On several devices, a distribution's fields change the messages, which the tests of
+# axes check.
 INVERSE_FIELDS = {"precision", "relative"}
 DEVICES = {"axis_name", "mesh"}
-# Shown elsewhere: by the tests of the assignment, and by those of several devices.
+# Other tests check these fields: the tests of the assignment and of several devices.
 OTHER_FIELDS = {"owner_axes"}
-# What everything else is about.
+# The other tests check these options.
 ELSEWHERE = {"layers", "statistics_period", "distribution"}
 
 
@@ -100,7 +101,10 @@ def test_the_tables_of_options_are_complete():
 
 @functools.cache
 def numbers_step(as_schedules):
-    """A step of `kfac` with all numbers as arguments; as schedules, a pair each: for the first two steps and then."""
+    """Return a step of `kfac` with all numbers as arguments.
+
+    A schedule is a pair of numbers: for the first two steps, and for later steps.
+    """
 
     @jax.jit
     def step(options, grads, state, params, factors):
@@ -156,23 +160,23 @@ def test_numbers_arrays_and_constant_schedules_are_the_same():
 
 @pytest.mark.parametrize("option", sorted(NUMBERS.keys() - {"inverse_update_period", "interval_warmup_steps"}))
 def test_a_schedule_is_read_at_the_count_of_the_step(option):
-    """The first two steps go by the first value, the third by the second."""
+    """Check that the first two steps use the first value, and the third step the second value."""
     scheduled = {k: (v, v) for k, v in BASE.items()} | {option: (BASE[option], NUMBERS[option])}
     for steps, same in ((2, True), (3, False)):
         changed = with_numbers(scheduled, steps, as_schedules=True)
         assert differ(changed, with_numbers(BASE, steps)) != same
 
 
-# Statistics.
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def constant_factors(step):
-    """Statistics that never change, with gradients that do."""
+    """Return changing gradients with constant statistics."""
     return measured(step)[0], measured(0)[1]
 
 
 def stacked(factors):
-    """Factors as the state holds them."""
+    """Return factors in the layout of the state."""
     return {
         "kronecker_4x4": Kronecker(*(jnp.stack([getattr(factors[k], x) for k in ("first", "out")]) for x in "AG")),
         "unitwise_4x2": Unitwise(factors["norm"].F[None]),
@@ -244,7 +248,7 @@ def test_a_batch_twice_over_gives_the_same_update():
     assert_close(twice, once, 1e-4)
 
 
-# What passes through.
+# -- gradients that pass through ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -260,7 +264,7 @@ def test_gradients_pass_bit_for_bit_until_the_first_statistics(precision):
 
 
 def test_odd_values_pass_bit_for_bit():
-    """Denormal numbers and those that bfloat16 does not have."""
+    """Check denormal numbers, and numbers that bfloat16 cannot represent."""
     odd = jax.tree.map(lambda x: jnp.full(x.shape, np.nextafter(np.float32(1), np.float32(2))) * 1e-30, initial())
     tx = kfac.scale_by_kfac(layers(), preconditioner=kfac.Cholesky("bfloat16"))
     assert_equal(jax.jit(tx.update)(odd, tx.init(odd))[0], odd)
@@ -282,18 +286,18 @@ def test_diagonal_and_unitwise_blocks_by_their_formulas():
     assert_close(updates["norm"], {"scale": expected[:, 0], "shift": expected[:, 1]}, 1e-5)
 
 
-# Refreshes.
+# -- refreshes ---------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def refreshing(every, warmup):
-    """A step of `scale_by_kfac` with such intervals, and its first state."""
+    """Return a first state and a step of `scale_by_kfac` with these intervals."""
     tx = kfac.scale_by_kfac(layers(), inverse_update_period=every, interval_warmup_steps=warmup)
     return jax.jit(tx.init)(initial()), stepper(tx)
 
 
 def block_ages(every, warmup, steps, without=()):
-    """After each step, the ages of the inverses: of `first`, `out` and the two unit-wise blocks."""
+    """Return the ages of the inverses after each step, for `first`, `out` and the two unit-wise blocks."""
     state, step = refreshing(every, warmup)
     found = []
     for t in range(steps):
@@ -306,27 +310,29 @@ def block_ages(every, warmup, steps, without=()):
 
 
 def ages(*args, **kwargs):
-    """The same where all blocks are of one age."""
+    """Return the ages after each step, where all blocks have the same age."""
     assert all(len(set(blocks)) == 1 for blocks in block_ages(*args, **kwargs))
     return [blocks[0] for blocks in block_ages(*args, **kwargs)]
 
 
 def test_when_the_inverses_are_refreshed():
     assert ages(3, 0, 7) == [0, 1, 2, 0, 1, 2, 0]
-    # Steps count from the first, whether or not they bring statistics. Those at 2 refresh, as nothing did before, and
-    # those at 7, as the last refresh, at 3, is older than the interval. Before the first there is no inverse to age.
+    # Steps count from the first, whether or not they have statistics. Step 2 refreshes, because there was no refresh
+    # before. Step 7 refreshes, because the last refresh, at step 3, is older than the interval. Before the first
+    # refresh there is no inverse to age.
     assert ages(3, 0, 8, without=(0, 1, 4, 5, 6)) == [0, 0, 0, 0, 1, 2, 3, 0]
     assert ages(3, 5, 8) == [0, 0, 0, 0, 0, 1, 0, 1]
-    # In the first phase steps with statistics refresh, and no others but the regular ones.
+    # In the first phase, steps with statistics refresh, and otherwise only the regular steps.
     assert ages(3, 5, 8, without=(1, 2, 4)) == [0, 1, 2, 0, 1, 2, 0, 1]
-    # From there the interval doubles whenever the steps have, up to its value, whose multiples refresh all the same.
+    # Later the interval doubles whenever the step count has doubled, up to its final value. Multiples of the final
+    # value always refresh.
     assert [t for t, age in enumerate(ages(9, 2, 28)) if age == 0] == [0, 1, 2, 4, 8, 9, 18, 27]
-    assert ages(9, 2, 11, without=(9, 10))[-3:] == [0, 1, 2]  # nothing is new at 9
+    assert ages(9, 2, 11, without=(9, 10))[-3:] == [0, 1, 2]  # step 9 has no new statistics
 
 
 def test_a_refresh_that_is_overdue_comes_with_the_next_statistics():
-    assert ages(4, 0, 8, without=(1, 2, 3, 4)) == [0, 1, 2, 3, 4, 0, 1, 2]  # at 5, in the place of 4
-    assert ages(4, 0, 10, without=(1, 2, 3, 4))[-2:] == [0, 1]  # and at 8 the interval is back in step
+    assert ages(4, 0, 8, without=(1, 2, 3, 4)) == [0, 1, 2, 3, 4, 0, 1, 2]  # at step 5, instead of 4
+    assert ages(4, 0, 10, without=(1, 2, 3, 4))[-2:] == [0, 1]  # and step 8 is regular again
 
 
 def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted():
@@ -346,7 +352,7 @@ def test_a_changed_damping_takes_effect_at_the_next_refresh(option):
     states = [state for _, state, _ in history(tx, steps=6, without=(1, 2, 3, 5), measured=lambda t: measured(0))]
     for state in states[1:4]:
         assert_equal(field_of(state, "preconditioner"), field_of(states[0], "preconditioner"))
-    # At step 4, with the same statistics as at step 0, the averages are the same, and the damping is that of the step.
+    # At step 4 the averages equal the averages at step 0, because the statistics do. The damping is the current step's.
     fresh = kfac.scale_by_kfac(layers(), inverse_update_period=4, interval_warmup_steps=0, **{option: 2.0})
     assert differ(field_of(states[4], "preconditioner"), field_of(states[0], "preconditioner"))
     assert_close(field_of(states[4], "preconditioner"), field_of(run(fresh, steps=1)[1], "preconditioner"), 1e-6)
@@ -363,7 +369,7 @@ def test_stale_inverses_are_those_of_the_last_refresh():
     assert_close(field_of(states[3], "preconditioner"), field_of(every, "preconditioner"), 1e-6)
 
 
-# The parts of the alias.
+# -- the parts of the alias --------------------------------------------------------------------------------------------
 
 
 def test_the_kl_clip_bounds_the_predicted_change():
@@ -371,7 +377,7 @@ def test_the_kl_clip_bounds_the_predicted_change():
     _, _, free = run(plain_kfac(0.1, layers(), momentum=None), steps=1)
     for c, binds in ((1e-4, True), (1e6, False)):
         _, state, held = run(plain_kfac(0.1, layers(), momentum=None, kl_clip=c), steps=1)
-        # lr^2 <v, g> with v = -update / lr, over all parameters that have a block together.
+        # The bound is on lr^2 <v, g> with v = -update / lr, over all parameters that have a block.
         product = sum(
             -0.1 * float(jnp.vdot(held[k], grads[k]))
             if not isinstance(held[k], dict)
@@ -381,7 +387,7 @@ def test_the_kl_clip_bounds_the_predicted_change():
         )
         scale = float(kfac.diagnostics(state)["kl_clip_scale"])
         assert (scale < 1) == binds
-        # <v, g> shrinks with v; it was c / scale / lr^2 before.
+        # <v, g> shrinks with v. It was c / scale / lr^2 before.
         np.testing.assert_allclose(product, c / scale if binds else product, rtol=1e-4)
         assert_close(held["first"], jax.tree.map(lambda x: x * scale, free["first"]), 1e-5)  # noqa: B023
         assert_equal(held["temperature"], free["temperature"])
@@ -393,7 +399,7 @@ def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
     for name in ("first", "out"):
         step = jnp.linalg.norm(params[name]["kernel"] - before[name]["kernel"])
         np.testing.assert_allclose(step, 0.5 * 0.01 * jnp.linalg.norm(before[name]["kernel"]), rtol=1e-3)
-    # Nothing else is scaled.
+    # No other parameters are scaled.
     free, _, _ = run(plain_kfac(0.5, layers()), steps=1)
     assert_close({k: before[k] for k in ("norm", "offset")}, {k: free[k] for k in ("norm", "offset")}, 1e-6)
     assert_close(before["first"]["bias"], free["first"]["bias"], 1e-6)
@@ -401,7 +407,7 @@ def test_the_trust_ratio_fixes_the_length_of_kernel_updates():
 
 @pytest.mark.slow
 def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
-    """Before batch norm the whole length goes into turning; elsewhere the direction stays as it is."""
+    """Check that the whole length turns a kernel before batch norm. Other kernels keep their direction."""
     rng = np.random.default_rng(0)
     shapes = {"free": (6, 2), "out": (2, 6)}
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
@@ -423,7 +429,7 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
     turned, plain = update(trust_ratio=0.1), update()
     weight, step = params["free"], plain["free"]
     turning = step - weight * jnp.vdot(step, weight) / jnp.vdot(weight, weight)
-    # There is something to leave out.
+    # The step has a part along the kernel.
     assert jnp.linalg.norm(turning) < 0.98 * jnp.linalg.norm(step)
     for name, direction in (("free", turning), ("out", plain["out"])):
         length = 0.5 * 0.1 * jnp.linalg.norm(params[name])
@@ -432,7 +438,7 @@ def test_the_trust_ratio_turns_kernels_whose_scale_does_not_matter():
 
 @pytest.mark.slow
 def test_stacked_layers_train_like_separate_ones():
-    """A scan over stacked kernels and the same layers one by one, also where a norm of each kernel is taken."""
+    """Compare a scan over stacked kernels with separate layers, also if a norm of each kernel is taken."""
     rng = np.random.default_rng(0)
     kernels = jnp.asarray(rng.normal(size=(3, 4, 4)) * np.array([0.1, 1, 3])[:, None, None], jnp.float32)
     biases = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
@@ -476,7 +482,7 @@ def test_stacked_layers_train_like_separate_ones():
 
 
 def test_the_learning_rate_comes_after_momentum():
-    """So that a rate that falls to zero stops everything at once."""
+    """Check that everything stops at once if the rate falls to zero."""
     tx = plain_kfac(lambda t: jnp.where(t < 3, 0.1, 0.0), layers(), weight_decay=0.1)
     found = history(tx, steps=5)
     assert differ(found[2][0], found[1][0])
@@ -484,7 +490,7 @@ def test_the_learning_rate_comes_after_momentum():
 
 
 def test_the_learning_rate_inside_the_momentum():
-    """`v <- m v - lr p`, `w <- w + v - lr wd w`, with the preconditioned gradients of the bare transformation."""
+    """Check `v <- m v - lr p`, `w <- w + v - lr wd w`, with the bare transformation's preconditioned gradients."""
     rates, decay, momentum = [0.1, 0.1, 0.05, 0.0125], 0.25, 0.5
     bare = history(kfac.scale_by_kfac(layers()))  # its updates do not depend on the parameters
 
@@ -512,7 +518,7 @@ def test_weight_decay_is_decoupled_and_masked():
 
 @pytest.mark.slow
 def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
-    """Classification from features of very different size; gradient descent at the best of many rates."""
+    """Classify by features with very different sizes. Gradient descent uses the best of many rates."""
     rng = np.random.default_rng(0)
     sizes = np.geomspace(0.03, 3, 6)
     x = jnp.asarray(rng.normal(size=(64, 6)) * sizes, jnp.float32)
@@ -550,7 +556,7 @@ def test_a_few_steps_get_further_than_gradient_descent_in_ten_times_as_many():
     assert float(classify(ours, (x, y))) < float(jnp.nanmin(descend(jnp.geomspace(1e-2, 30, 30))))
 
 
-# Axes.
+# -- axes --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -563,7 +569,7 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
     def update(factors):
         return tx.update(grads, kfac.observe(tx.init(initial()), factors))
 
-    sent = jax.tree.map(lambda x: x.astype(communication_dtype), pair)  # as value_and_grad has it there
+    sent = jax.tree.map(lambda x: x.astype(communication_dtype), pair)  # as value_and_grad sends it
     updates, state = jax.jit(jax.vmap(update, axis_name="devices"))(sent)
     mean = jax.tree.map(lambda x: x.mean(0), pair)
     _, expected_state, expected = run(kfac.scale_by_kfac(layers()), steps=1, measured=lambda _: (grads, mean))
@@ -576,16 +582,16 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
             assert_close(jax.tree.map(lambda x, k=k: x[k], updates), expected, 1e-5)
 
 
-# Two blocks of 4x4 and 4x4, one on each device, whose triangles have 10 elements; unit-wise ones of 4x2x2 and 4x1x1.
-# Besides: the counts of faults of statistics and inversions; whether all gradients are finite; whether the result is
-# finite, and its norm; the worst condition and age.
+# There are two Kronecker blocks of 4x4 and 4x4, one on each device. Their triangles have 10 elements. Unit-wise blocks
+# have 4x2x2 and 4x1x1. Small messages follow: the counts of faults in statistics and inversions, whether all gradients
+# are finite, whether the result is finite, its norm, and the worst condition and age.
 STATISTICS = [("reduce_scatter", "2x20xf32"), ("all_reduce", "20xf32")]
 DIRECTIONS = [("all_gather", "1x16xf32")]
 SMALL = [("all_reduce", "2xi32"), ("all_reduce", "i32")], [("all_reduce", "2xf32"), ("all_reduce", "2xf32")]
 
 SENT = {
     "axis_name": ({}, STATISTICS),
-    # Statistics are those of the global batch already.
+    # Statistics already come from the global batch.
     "mesh": ({"mesh": True}, []),
 }
 assert set(SENT) == DEVICES
@@ -623,7 +629,7 @@ def test_without_an_axis_nothing_is_sent():
     assert not re.search("reduce_scatter|all_reduce|all_gather", program.as_text())
 
 
-# Bad arguments.
+# -- bad arguments -----------------------------------------------------------------------------------------------------
 
 BAD = {
     "learning_rate": [-0.1, float("nan"), float("inf"), None, "fast", np.ones(2), jnp.array(-1.0)],
@@ -667,7 +673,7 @@ def test_a_bad_argument_is_named_with_its_value(option, value):
         options = {"layers": layers(), **({} if factory is kfac.scale_by_kfac else {"learning_rate": 0.1})}
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
         if factory is kfac.kfac and value is None and option in ("damping", "preconditioner", "nesterov"):
-            continue  # by the trust ratio, the layers and the momentum
+            continue  # None selects a default by the trust ratio, the layers or the momentum
         with pytest.raises((ValueError, TypeError), match=option) as error:
             factory(**{**options, option: value})
         shown = (
@@ -704,7 +710,7 @@ def test_options_that_would_silently_do_nothing_are_errors():
         plain_kfac(0.1, layers(), weight_decay_mask=lambda params: params)
 
 
-# What update refuses, when it is traced.
+# -- errors of update, which come while it is traced -------------------------------------------------------------------
 
 
 def refuse(match, grads=None, factors=None, params=None):
@@ -757,7 +763,7 @@ def test_factors_of_other_layers_or_shapes_are_refused():
     refuse("factors must be", factors=measured(0)[0])
 
 
-# Diagnostics.
+# -- diagnostics -------------------------------------------------------------------------------------------------------
 
 
 def test_diagnostics_by_their_definitions():
@@ -792,7 +798,7 @@ def test_diagnostics_of_no_or_two_preconditioners_are_refused():
 
 @pytest.mark.slow
 def test_running_averages_are_written_in_the_place_of_the_old_ones():
-    """A step needs room for the batch's factors and gradients, stacked, and for a refresh; not for its own again."""
+    """Check the memory of a step: stacked factors and gradients, and a refresh, but no second copy of its averages."""
 
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
@@ -807,4 +813,4 @@ def test_running_averages_are_written_in_the_place_of_the_old_ones():
     temporary = update.lower(grads, state, factors).compile().memory_analysis().temp_size_in_bytes
     held = sum(4 * leaf.size for leaf in jax.tree.leaves(factors))
     stacked = sum(4 * leaf.size for leaf in jax.tree.leaves(grads))
-    assert temporary < 2 * held + stacked + 10_000  # with copies of the averages it was 3.8 times what is held
+    assert temporary < 2 * held + stacked + 10_000  # copies of the averages made it 3.8 times `held`

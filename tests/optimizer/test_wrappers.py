@@ -1,7 +1,7 @@
-"""Every transformation of optax that takes another one: around `kfac` it does what docs/interop.md says.
+"""Test each optax transformation that takes another transformation: around `kfac` it works as docs/interop.md says.
 
-The gradients of these tests do not depend on the parameters, so the updates of `kfac` do not either: a wrapper around
-it must do what it does around a transformation that replays them.
+The gradients of these tests do not depend on the parameters, so the updates of `kfac` do not either. A wrapper around
+`kfac` must therefore match a wrapper around a transformation that replays these updates.
 """
 
 import functools
@@ -33,13 +33,13 @@ def optimizer(**options):
 
 
 def mean_of_two(t):
-    """The gradients that `MultiSteps` accumulates."""
+    """Return the gradients that `MultiSteps` accumulates."""
     return jax.tree.map(lambda a, b: (a + b) / 2, measured(t - 1)[0], measured(t)[0])
 
 
 @functools.cache
 def replay(called, gradients=lambda t: measured(t)[0], statistics=True, **options):
-    """Replay what `kfac` gives in the steps in which a wrapper calls it, where statistics are observed in all."""
+    """Replay the updates of `kfac` in the steps in which a wrapper calls it. Every step observes statistics."""
     tx, given = optimizer(**options), []
     state, update, observe = jax.jit(tx.init)(initial()), jax.jit(tx.update), jax.jit(kfac.observe)
     for t in range(STEPS):
@@ -62,7 +62,7 @@ ADVERSARY = optax.chain(contrib.normalize(), optax.sgd(0.05))
 
 
 def with_half(make, tx):
-    """A rate as a hyperparameter."""
+    """Make the rate a hyperparameter."""
     return make(lambda r: optax.chain(tx, optax.scale(r)))(r=0.5)
 
 
@@ -70,7 +70,7 @@ def processed(tx):
     return aggregating.process(*map(optax.with_extra_args_support, (optax.identity(), optax.identity(), tx)))
 
 
-# The wrapper, and the steps in which it calls the inner transformation.
+# Each wrapper, with the steps in which it calls the inner transformation.
 WRAPPERS = {
     "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 2), ALL),
     "chain": (lambda tx: optax.chain(tx, optax.scale(0.5)), ALL),
@@ -89,7 +89,7 @@ WRAPPERS = {
     "split_real_and_imaginary": (contrib.split_real_and_imaginary, ALL),
     "add_mean_variance_to_opt": (lambda tx: optax.chain(TWO_EXAMPLES, aggregating.add_mean_variance_to_opt(tx)), ALL),
     "process": (processed, ALL),
-    # These take no inner transformation, or one that has no layers: they stand behind kfac in a chain.
+    # These take no inner transformation, or an inner transformation without layers, so they follow kfac in a chain.
     "apply_every": (lambda tx: optax.chain(tx, optax.apply_every(2)), ALL),
     "flatten": (lambda tx: optax.chain(tx, optax.flatten(optax.scale(0.5))), ALL),
     "galore": (lambda tx: optax.chain(tx, contrib.galore(0.1, rank=2)), ALL),
@@ -98,7 +98,7 @@ WRAPPERS = {
     "scale_by_backtracking_linesearch": (lambda tx: optax.chain(tx, optax.scale_by_backtracking_linesearch(9)), ALL),
     "scale_by_zoom_linesearch": (lambda tx: optax.chain(tx, optax.scale_by_zoom_linesearch(9)), ALL),
 }
-# What does as another one does, which is run by default.
+# Wrappers that act like another wrapper, which runs by default.
 ALIKE = "named_chain", "inject_stateful_hyperparams", "with_extra_args_support", "scale_by_zoom_linesearch"
 OPTIONS = {"schedule_free": {"momentum": None}, "MultiSteps": {}}
 
@@ -113,7 +113,7 @@ for search in ("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"):
 
 
 def trained(name, tx, statistics=True):
-    """The parameters after some steps with a wrapper."""
+    """Return the parameters after some steps with a wrapper."""
     wrapped = optax.with_extra_args_support(WRAPPERS[name][0](tx))
     keywords = KEYWORDS.get(name, {})
 
@@ -141,7 +141,7 @@ def test_a_wrapper_does_what_it_does_around_the_updates_of_kfac(name):
     steps = WRAPPERS[name][1]
     expected = trained(name, replay(steps, **options), statistics=False)
     assert_close(trained(name, optimizer(momentum=options["momentum"])), expected, 1e-4)
-    # Without statistics it is something else: they did arrive.
+    # The result without statistics differs, so the statistics did arrive.
     assert differ(trained(name, replay(steps, statistics=False, **options), statistics=False), expected)
 
 
@@ -170,7 +170,7 @@ def test_a_monitor_measures_what_kfac_would_do():
     for t, (_, _, expected) in enumerate(history(kfac.scale_by_kfac(layers()), STEPS)):
         _, state, updates = found[t]
         assert_close(state.measurements["kfac"], expected, 1e-6)
-        assert_close(updates, measured(t)[0], 0)  # and changes nothing
+        assert_close(updates, measured(t)[0], 0)  # the monitor changes nothing
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_sam_in_opaque_mode_differentiates_at_the_point_of_the_adversary():
     assert_close(updates, by_hand(initial()), 1e-4)
 
 
-# The objects of flax.
+# -- objects of flax ---------------------------------------------------------------------------------------------------
 
 
 def test_a_train_state_of_flax():
@@ -256,7 +256,7 @@ def test_the_optimizer_of_nnx():
 
 @pytest.mark.slow
 def test_linen_parameters_with_partitioning_metadata_are_those_without():
-    """Boxes around leaves, as of `nn.with_partitioning`, are one more node of the tree."""
+    """Check boxed leaves, as from `nn.with_partitioning`. Each box is an additional tree node."""
     dense = nn.Dense(3, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32)
     boxed = dense.init(jax.random.key(0), x)
@@ -273,7 +273,7 @@ def test_linen_parameters_with_partitioning_metadata_are_those_without():
     assert_equal(nn.unbox(updated(boxed)), updated(nn.unbox(boxed)))
 
 
-# Those that are refused.
+# -- wrappers that are refused -----------------------------------------------------------------------------------------
 
 
 def test_flattened_parameters_have_no_layers():
@@ -288,7 +288,7 @@ def test_projected_gradients_are_of_other_shapes(galore):
 
 
 def test_every_wrapper_of_optax_is_in_the_table():
-    """Whatever takes a transformation, or a function that makes one, among its arguments."""
+    """Check every function that takes a transformation, or a function that makes a transformation."""
     found = set()
     for module in (optax, contrib, aggregating):
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""The environment that conftest.py promises to the other tests."""
+"""Test the environment that conftest.py promises to the other tests."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The package stays within the limits of house.py, which counts what it says it counts."""
+"""Test that the package stays within the limits in house.py, and that house.py counts correctly."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The package as a whole: its public surface, what it imports, its metadata."""
+"""Test the package as a whole: its public interface, its imports, and its metadata."""
 
 import ast
 import functools
@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "kfac").rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# The names under which modules of other packages are imported.
+# The names under which the package imports modules of other packages.
 OTHERS = {"jax", "jex", "jnp", "lax", "np", "numpy", "optax"}
 
-# Public names with their signatures: what a user's code may rely on, the fields of the state that a checkpoint holds
-# included. A change of the file is a change of the interface, and belongs into the changelog.
-# `python tests/package/test_package.py` writes it anew.
+# Public names with their signatures, on which users' code may rely. They include the fields of the state, which
+# checkpoints contain. A change to this file changes the interface, so it belongs in the changelog. To rewrite the file,
+# run `python tests/package/test_package.py`.
 INTERFACE = ROOT / "tests" / "public_api.txt"
 
 
 def signature(name, value):
-    """As it would stand in the source, a parameter a line if it is long."""
+    """Return a signature as in the source. A long signature has a line for each parameter."""
     found = inspect.signature(value)
     parameters = [str(p).replace("ForwardRef", "") for p in found.parameters.values() if p.name != "self"]
     parameters = [re.sub(r"\('(.*?)'\)|'(.*?)'", lambda m: m[1] or m[2] or "''", text, count=1) for text in parameters]
@@ -43,7 +43,7 @@ def signature(name, value):
 
 
 def interface():
-    """Every public object, and the public members of its class, with its signature."""
+    """Return every public object, and the public members of its class, with signatures."""
     lines = []
 
     def add(name, value):
@@ -158,7 +158,7 @@ def test_public_objects_are_documented(name):
     text = inspect.getdoc(value)
     assert text
     assert text != inspect.getdoc(object)
-    # The dataclass and NamedTuple machinery writes a docstring that is only a signature.
+    # Dataclasses and NamedTuples without a docstring get their signature as a docstring.
     assert not text.startswith(f"{value.__name__}("), text
 
 
@@ -188,7 +188,7 @@ def test_schedules_are_documented_like_the_rest():
 
 
 def _imported_modules(tree: ast.AST) -> list[str]:
-    """Dotted paths of everything that is imported, `from a import b` counting as `a.b`."""
+    """Return dotted paths of all imports. `from a import b` counts as `a.b`."""
     modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -199,7 +199,7 @@ def _imported_modules(tree: ast.AST) -> list[str]:
 
 
 def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
-    """Expressions such as `jax._src.core` that reach into a package by attribute."""
+    """Return expressions such as `jax._src.core` that reach into a package by attribute."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -209,9 +209,8 @@ def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
     return found
 
 
-# The modules of JAX that its reference documents, as far as the package has a use for them. All others, such as
-# jax.interpreters, change without notice, whether or not their names begin with an underscore. Of jax.core there is one
-# name to tell what is traced.
+# JAX's documented modules, as far as the package uses them. All others, such as jax.interpreters, change without
+# notice, whether or not their names begin with an underscore. The only name from jax.core tells tracers from arrays.
 PUBLIC_MODULES = {"jax.ad_checkpoint", "jax.dtypes", "jax.errors", "jax.extend.core", "jax.flatten_util", "jax.lax",
                   "jax.nn", "jax.numpy", "jax.ops", "jax.random", "jax.sharding", "jax.tree", "jax.tree_util",
                   "jax.typing"}  # fmt: skip
@@ -226,7 +225,7 @@ def _is_module(path: str) -> bool:
 
 
 def _not_public(tree: ast.AST) -> set[str]:
-    """Modules of JAX that the code reaches, by an import or by attributes, and that are not on the list."""
+    """Return the JAX modules that the code reaches, by imports or attributes, and that are not on the list."""
     attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     paths = [path for path in _imported_modules(tree) + attributes if re.fullmatch(r"jax(\.\w+)+", path)]
     parents = {".".join(path.split(".")[:k]) for path in paths for k in range(2, path.count(".") + 2)}
@@ -281,7 +280,7 @@ def test_type_checkers_of_users_see_the_types():
 
 
 def test_there_is_one_version():
-    # The distribution takes its version from the package, where it stands as a literal.
+    # The distribution takes its version from the package, which contains it as a literal.
     assert "version" not in PYPROJECT["project"] and "version" in PYPROJECT["project"]["dynamic"]
     source = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
     assert f'\n__version__ = "{kfac.__version__}"\n' in source.read_text()

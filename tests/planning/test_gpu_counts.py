@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # lines of a program are as long as they are
-"""What is counted in a program for a GPU, on one written by hand; and the command that compiles such programs."""
+"""Test the counts in a handwritten GPU program, and the command that compiles such programs."""
 
 import importlib.util
 import pathlib
@@ -75,12 +75,12 @@ ENTRY %main (m: bf16[64,32], w: bf16[32,16], s: f32[100,64], n: s32[], f: f32[8,
 
 def test_a_program():
     counts = count(PROGRAM)
-    assert counts.launches == 1 + 1 + 5 + 1 + 1  # the product, a row, five turns of the loop, the message, our kernel
-    assert counts.inside == 1  # the copy in one of the branches
+    assert counts.launches == 1 + 1 + 5 + 1 + 1  # product, row, five loop iterations, message, our kernel
+    assert counts.inside == 1  # the copy in a branch
     assert counts.waits == ["conditional jit(step)/cond"]
     assert counts.flops == {"bf16": 2 * 64 * 32 * 16 + 1000, "f32": 5 * 2 * 8**3}
     assert counts.messages == {"all-reduce": 4 * 64}
-    row = 4 * (64 + 64 + 1)  # of the stack one row only is read
+    row = 4 * (64 + 64 + 1)  # only a row of the stack is read
     moved = [2 * 64 * 32 + 2 * 32 * 16 + 4 * 64 * 16, row, 2 * 4 * 64, 2 * 64 * 32 + 4 * 64]
     times = [max(moved[0] / BANDWIDTH, 2 * 64 * 32 * 16 / PEAK["bf16"]), moved[1] / BANDWIDTH, moved[2] / BANDWIDTH]
     turn = max(2 * 4 * 64 / BANDWIDTH, 2 * 8**3 / PEAK["f32"])
@@ -96,9 +96,9 @@ def test_a_factorisation():
 def test_branches_that_are_taken():
     counts, without = count(PROGRAM, taken=True), count(PROGRAM)
     assert (counts.launches, counts.inside, counts.waits) == (without.launches + 1, 0, without.waits)
-    assert counts.bound == pytest.approx(without.bound + 2 * 4 * 64 / BANDWIDTH)  # the copy, not what does nothing
+    assert counts.bound == pytest.approx(without.bound + 2 * 4 * 64 / BANDWIDTH)  # the branch that copies
     unknown = count(PROGRAM.replace('"known_trip_count":{"n":"5"}', ""), taken=True)
-    assert (unknown.launches, len(unknown.waits)) == (counts.launches - 4, 2)  # one turn of the loop
+    assert (unknown.launches, len(unknown.waits)) == (counts.launches - 4, 2)  # a single iteration of the loop
 
 
 def test_a_branch_in_a_loop_is_a_wait_each_turn():
@@ -139,7 +139,7 @@ def test_a_loop_of_unknown_length_is_a_wait():
 
 @pytest.mark.slow
 def test_the_command():
-    """With JAX for CUDA it prints the tables; without, it says what is missing."""
+    """Check that the command prints the tables with JAX for CUDA, and otherwise asks to install it."""
     command = [sys.executable, str(FOLDER / "h100_program.py"), "--small", "--rows", "sgd", "statistics"]
     done = subprocess.run([*command, "--models", "resnet50"], capture_output=True, text=True, check=False)
     if importlib.util.find_spec("jax_cuda12_plugin"):

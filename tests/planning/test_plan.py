@@ -1,4 +1,4 @@
-"""`kfac.planning.plan`: bytes as of compiled programs, the optimizer's interval, and no time to speak of."""
+"""Test `kfac.planning.plan`: the bytes of compiled programs, the optimizer's interval, and negligible run time."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from checking import slow
 from problem import state_of
 
 DEVICES = 4
-# What a device sends of each byte of an all-reduce.
+# The number of bytes that a device sends for each byte of an all-reduce.
 ALL_REDUCE = 2 * (DEVICES - 1) / DEVICES
 
 
 def dense(n):
-    """Dense layers of some shapes, some of which the devices divide, some not."""
+    """Return a loss over dense layers. The devices divide some of the shapes."""
     widths = [24, 24, 24, 24, 24, 12, 12, 32, 7]
 
     def loss(p, b):
@@ -42,7 +42,7 @@ def gpt(n):
 
 
 def without_rows(n):
-    """Some of the layers have the gradient's own factors, for which nothing is sent."""
+    """Give some layers gradient factors, for which devices send no messages."""
     loss, params, batch, _ = dense(n)
     return loss, params, batch, {"gradient_factors": ("w0", "w3", "w5", "w7")}
 
@@ -65,7 +65,7 @@ def resnet50():
     ],
 )
 def test_its_bytes_are_those_of_compiled_programs(model, max_factor_dim):
-    # Messages of refreshes are no part of these.
+    # Refreshes' messages are not included.
     layers, compiled = messages.programs(
         model, DEVICES, "shard_map", inverse_update_period=None, max_factor_dim=max_factor_dim
     )
@@ -87,7 +87,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, max_factor_dim):
 )
 @pytest.mark.parametrize("devices", [3, 64])
 def test_its_memory_is_that_of_the_state(preconditioner, devices):
-    """To the byte: of groups dealt out, end to end, by rows and on all devices."""
+    """Compare to the byte, for groups that are scattered, flattened, split by rows, or on all devices."""
     loss, params, batch, find = gpt(4)
     layers = kfac.find_layers(loss, params, batch, **find)
     tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, adaptive_layer_rates=False)
@@ -124,7 +124,7 @@ def test_given_intervals_stay(resnet50):
         for part in (1 / 4, 1)
     )
     assert all_examples.flops["statistics"] == pytest.approx(4 * few.flops["statistics"])
-    # With the gradients of all examples in each step, statistics need no passes of their own.
+    # If every step has the statistics of all examples, statistics share the gradients' passes.
     fused = kfac.planning.plan(resnet50, devices=64, batch=8192, statistics_fraction=1, statistics_period=1)
     passes = 2 / 3 * fused.flops["gradients"]
     assert all_examples.flops["statistics"] == pytest.approx(fused.flops["statistics"] + passes)
@@ -143,7 +143,8 @@ def test_hardware_and_its_rates(resnet50):
     assert own.seconds["gradients"] == own.flops["gradients"] / 1e12
     assert own.seconds["refresh"] == own.flops["refresh"] / 1e11
     assert not own.fits and "DOES NOT FIT into 100.0 MB" in str(own)
-    # 4.1 GMACs for an image of 224 x 224, two FLOPs each, three times; and of the convolutions' strides another place.
+    # An image of 224 x 224 takes 4.1 GMACs, which are two FLOPs each, in each of three passes. The tolerance is for
+    # strides in other convolutions.
     assert own.flops["gradients"] / 256 == pytest.approx(6 * 4.1e9, rel=0.05)
     assert not any(own.messages.values())
 
@@ -203,7 +204,7 @@ def perceptron(examples, width):
 
 
 def train(loss, layers, params, x, steps, **options):
-    """Parameters and state after so many steps, and the age of the inverse in each."""
+    """Return parameters and state after these steps, and the inverse's age in each step."""
     tx = kfac.kfac(0.05, layers, **options)
 
     def step(carry, _):
@@ -217,12 +218,12 @@ def train(loss, layers, params, x, steps, **options):
 
 
 def interval(loss, layers, params, x, **options):
-    """Steps from refresh to refresh, once it no longer grows; the longest that there is has 16."""
+    """Return the number of steps between refreshes, once it no longer grows. Its maximum is 16."""
     return 1 + np.max(train(loss, layers, params, x, 97, **options)[1])
 
 
-# 3 products of 2 n d (d + 4) FLOPs each. Statistics of every k-th example take 2 n (3 d^2 + 4^2) / k, and two products,
-# for these examples; the refreshes take 3 f (3 d^3 + 4^3).
+# Gradients take 3 products of 2 n d (d + 4) FLOPs each. Statistics of every k-th example take 2 n (3 d^2 + 4^2) / k,
+# and two products for these examples. Refreshes take f (3 d^3 + 4^3), where f depends on the preconditioner.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "width", "preconditioner", "overhead", "every"),
@@ -249,7 +250,7 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
         == every
         == min(16, math.ceil(ratio))
     )
-    # A plan is for accelerators, where a refresh's FLOP costs 8 instead of 3.
+    # A plan is for accelerators, where a FLOP of a refresh costs 8 instead of 3.
     plan = kfac.planning.plan(layers, devices=2, preconditioner=preconditioner, overhead=overhead)
     ratio = (statistics + 8 * refresh) / gradients / overhead
     assert plan.inverse_update_period == plan.statistics_period == min(16, math.ceil(ratio))
@@ -261,9 +262,9 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
 
     at_once = kfac.Distribution()
     jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_update_period=every, distribution=at_once))
-    if every in (4, 5):  # it matters after the ten steps of the warm-up
+    if every in (4, 5):  # these intervals have an effect after the ten steps of the warm-up
         assert not np.array_equal(final()[0]["w0"], final(inverse_update_period=1)[0]["w0"])
-        # Here nothing holds the length of a stale step.
+        # With `step_norm=None` nothing limits the length of a stale step, so every step refreshes.
         settings = {"step_norm": None, "preconditioner": kfac.Cholesky(), "overhead": 0.1}
         jax.tree.map(np.testing.assert_array_equal, final(**settings), final(inverse_update_period=1, **settings))
 

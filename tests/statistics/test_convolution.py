@@ -1,6 +1,6 @@
-"""Factors of convolutions over a grid of geometries and layouts, against patches formed by explicit loops.
+"""Test convolution factors over a grid of geometries and layouts, against patches from explicit loops.
 
-Some tests set a threshold inside `_statistics.convolution`, so that small images take the way of large ones.
+Some tests set a threshold inside `_statistics.convolution`, so that small images are handled like large images.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUTS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "
 
 
 def to_channels_last(x, layout):
-    """An array of images in `layout` as `[n, *spatial, channels]`."""
+    """Return an array of images in `layout` as `[n, *spatial, channels]`."""
     spatial = [k for k, letter in enumerate(layout) if letter not in "NC"]
     return x.transpose(layout.index("N"), *spatial, layout.index("C"))
 
@@ -35,7 +35,7 @@ def from_channels_last(x, layout):
 
 
 def model(window, *, strides=1, padding="VALID", lhs=1, rhs=1, layout=None, bias=True, transform=None):
-    """A loss over one convolution, with the hook that the oracle needs."""
+    """Return a loss over a single convolution, with the hook that the oracle needs."""
     d = len(window)
     layout = layout or LAYOUTS[d]
 
@@ -86,7 +86,7 @@ def check(sizes, window, *, channels=2, features=3, transform=None, stored=None,
     batch = (normal(3, N, *sizes, channels), normal(4, N, 600))
     loss = model(window, transform=transform, **options)
     layers, _ = check_all(plain(loss), params, batch, truth(loss, params, batch))
-    # A layer with one leaf is called after the leaf's parent as well.
+    # A layer with a single leaf is also named after the leaf's parent.
     assert kinds(layers) == {"conv": "conv"}
     return layers
 
@@ -111,7 +111,7 @@ TWO = [
     dict(window=(1, 1), strides=2, bias=False),
     dict(window=(1, 1), padding=[(1, 0), (2, 1)]),
     dict(window=(1, 3), padding="SAME"),
-    dict(window=(5, 6)),  # as large as the image: a dense layer
+    dict(window=(5, 6)),  # as large as the image, so a dense layer
     dict(window=(7, 7), strides=2, padding=[(3, 3), (3, 3)]),
     dict(window=(3, 2), rhs=2, padding="SAME"),
     dict(window=(2, 3), rhs=(3, 1), strides=(1, 2), padding=[(2, 1), (3, 0)]),
@@ -185,7 +185,7 @@ def test_three_dimensions(x64, case):
 )
 @pytest.mark.parametrize("strides", [1, 2])
 def test_layouts(x64, layout, strides):
-    # An image of height N: nothing may take the height for the examples.
+    # The image has height N, so the test fails if the height is mistaken for the examples.
     options = dict(window=(3, 2), strides=strides, padding=[(1, 1), (0, 1)], layout=layout)
     spec = layout[1]
     loss = model(**options)
@@ -199,7 +199,7 @@ def test_layouts(x64, layout, strides):
 
 
 def in_memory_order(rows, window, channels, spec):
-    """Patches `(*window, channels)` with their axes in the order of the kernel's input axes."""
+    """Return patches `(*window, channels)` with their axes in the order of the kernel's input axes."""
     order = iter(range(len(window)))
     axes = [len(window) if letter == "I" else next(order) for letter in spec if letter != "O"]
     rows = rows.reshape(*rows.shape[:2], *window, channels)
@@ -234,7 +234,7 @@ def test_a_kernel_stored_transposed(x64):
 @pytest.mark.parametrize("elements", [1, 200, 500, 10**6])
 @pytest.mark.parametrize("n", [1, 6, 7])
 def test_chunks_of_the_batch(x64, monkeypatch, elements, n):
-    """However few patches fit, the sums are those of the whole batch; 7 examples only divide into single ones."""
+    """Check that chunks of any size sum to the whole batch. Seven examples only divide into single examples."""
     monkeypatch.setattr(kfac._statistics.convolution, "PATCH_ELEMENTS", elements)
     params = {"conv": {"w": normal(1, 3, 3, 2, 3), "b": normal(2, 3)}}
     batch = (normal(3, n, 4, 3, 2), normal(4, n, 600))
@@ -267,7 +267,7 @@ def test_convolutions_in_a_scan_under_remat(x64):
 
 
 def test_one_kernel_at_two_resolutions(x64):
-    """A shared kernel: positions of both uses count, patches of both are summed."""
+    """Check a shared kernel: the positions of both uses count, and the patches of both are summed."""
 
     def reference(hook, p, x, t):
         geometry = Geometry((3, 3), (2, 2), ((1, 1), (1, 1)), (1, 1), (1, 1))
@@ -326,7 +326,7 @@ def test_precision(monkeypatch, geometry, compute, tolerance):
 
 
 def grouped(groups, channels, features, *, stored="HWIO", bias=True, layout="NHWC", transform=None, **options):
-    """The tested loss, with one grouped convolution, and the reference, with a convolution for each group."""
+    """Return a loss with a grouped convolution, a reference with a convolution per group, parameters and a batch."""
     numbers = (layout, stored, layout)
 
     def loss(p, x, t):
@@ -414,7 +414,7 @@ def test_groups_of_a_kernel_in_another_layout(x64, stored):
 
 
 def test_groups_that_are_an_axis_of_the_parameter(x64):
-    """Kernels of single groups, stacked on a leading axis and merged for the convolution."""
+    """Stack the groups' kernels on a leading axis, and merge them for the convolution."""
     merge = lambda w: w.transpose(1, 2, 3, 0, 4).reshape(3, 2, 2, 6)  # noqa: E731
     loss, reference, params, batch = grouped(2, 2, 3, transform=merge, window_strides=(1, 1), padding="SAME")
     params["conv"]["w"] = normal(1, 2, 3, 2, 2, 3)
@@ -440,7 +440,7 @@ def test_convolutions_under_vmap_with_a_kernel_and_an_image_each(x64):
 
 @pytest.mark.parametrize("axis", [1, 3])
 def test_a_bias_of_groups_under_vmap_over_single_images(x64, axis):
-    """The output is reshaped on its way to the bias, which joins the axis of groups and that of outputs."""
+    """Check an output whose axes of groups and outputs are joined before the bias is added."""
     _, reference, params, batch = grouped(2, 2, 3, window_strides=(1, 1), padding="SAME")
     params["conv"]["b"] = params["conv"]["b"].reshape((6, 1, 1) if axis == 1 else (6,))
 
@@ -462,7 +462,10 @@ def test_a_bias_of_groups_under_vmap_over_single_images(x64, axis):
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (6,)], ids=str)
 def test_a_bias_added_in_another_form(x64, shape):
-    """Six outputs, of two groups of three, in parts: along the groups a bias is one, across them it is a table."""
+    """Add a bias after the six outputs, in two groups of three, are reshaped.
+
+    A bias that is not split along the groups gets a block of its own.
+    """
     _, reference, params, batch = grouped(2, 2, 3, window_strides=(1, 1), padding="SAME")
     params["conv"]["b"] = params["conv"]["b"].reshape(shape)
 
@@ -486,7 +489,7 @@ def test_a_bias_added_in_another_form(x64, shape):
 
 
 def check_own_factors(loss, params, x, reason):
-    """The one kernel has the gradient's own factors, `strict` refuses it by name."""
+    """Check that the kernel has gradient factors, and that `strict` refuses it by name."""
     layers = kfac.find_layers(loss, params, x)
     (path,) = layers.paths
     assert layers[0].kind == "gradient-factors"
@@ -538,7 +541,7 @@ def test_groups_in_flax(x64, framework):
 @pytest.mark.parametrize("strides", [(2, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("spelling", ["lax", "linen", "nnx"])
 def test_transposed_convolutions(x64, spelling, strides, padding):
-    """As the generators of images use them. Rows of the dilated image beyond its border count as zeros."""
+    """Check transposed convolutions, as in image generators. Rows beyond the dilated image's border count as zeros."""
     window = (4, 3)
     options = dict(strides=strides, padding=padding, param_dtype=jnp.float64)
     graph, state, rest = nnx.split(nnx.ConvTranspose(2, 3, window, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
@@ -554,7 +557,7 @@ def test_transposed_convolutions(x64, spelling, strides, padding):
         return nnx.merge(graph, own, rest)(x)
 
     def pair(k, s):
-        """The padding of the dilated image by which the output has `s` times the size, or `s (size - 1) + k`."""
+        """Return the padding of the dilated image for outputs of size `s size`, or else of size `s (size - 1) + k`."""
         if padding == "SAME":
             total = k + s - 2
             first = k - 1 if s > k - 1 else -(-total // 2)

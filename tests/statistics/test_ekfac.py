@@ -1,6 +1,6 @@
-"""EKFAC: second moments of per-example gradients in an eigenbasis, by brute force, and what they approximate.
+"""Test EKFAC's second moments of per-example gradients in an eigenbasis against brute force, and their accuracy.
 
-One test sets a threshold inside `_statistics.moments`, so that few examples take the way of many.
+One test sets a threshold inside `_statistics.moments`, so that a few examples are handled like many.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ N, T = 4, 3
 
 
 def mean_loss(y, t):
-    """Its gradient depends on the output and on a target, so that no two rows or positions agree."""
+    """Compute a loss whose gradient depends on output and target, so that no two rows or positions agree."""
     y = y.reshape(y.shape[0], -1)
     return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
 
@@ -49,18 +49,18 @@ def heads(p, x, t):
 
 
 def two_axes_out_of_order(p, x, t):
-    """Positions of the result in another order than those of the input."""
+    """Order the result's axes of positions differently from the input's."""
     y = jnp.einsum("nstd,do->nsto", jnp.swapaxes(x, 1, 2), p["w"])
     return mean_loss(jnp.swapaxes(y, 1, 2) * jnp.arange(1.0, 1 + y.shape[1])[:, None], t)
 
 
 def flattened(p, x, t):
-    """Examples and positions on one axis."""
+    """Join examples and positions on a single axis."""
     return mean_loss((x.reshape(-1, x.shape[-1]) @ p["w"]).reshape(*x.shape[:2], -1), t)
 
 
 def copies(p, x, t):
-    """Independent kernels side by side."""
+    """Apply independent kernels side by side."""
     return mean_loss(jnp.einsum("ngtd,gdo->ngto", x, p["w"]), t)
 
 
@@ -79,7 +79,7 @@ def scanned_with_remat(p, x, t):
 
 
 def parts(p, x, t):
-    """Two of three parts of one leaf."""
+    """Use two of the three parts of a leaf."""
     h = jnp.tanh(x @ p["w"][2])
     return mean_loss(h @ p["w"][0], t)
 
@@ -102,7 +102,10 @@ def vmapped(p, x, t):
 
 
 def heads_before_positions(p, x, t):
-    """The product has the kernel on the left: `[heads, features, examples, positions]`, twice as many as examples."""
+    """Multiply with the kernel on the left, which gives `[heads, features, examples, positions]`.
+
+    There are twice as many positions as examples.
+    """
     return mean_loss(jnp.einsum("ntd,hdk->nhtk", x, p["w"]), t)
 
 
@@ -133,7 +136,7 @@ def parameters(shapes, dtype=np.float64):
     return jax.tree.unflatten(tree, [normal(10 + k, *shape, dtype=dtype) / 2 for k, shape in enumerate(flat)])
 
 
-# The setting "reduce" changes other factors, and how examples are told from positions.
+# The "reduce" setting changes the factors but not the moments. It also changes how examples are told from positions.
 SETTINGS = [*((case, ()) for case in DENSE), *((case, (".",)) for case in ("positions", "copies", "scan", "parts"))]
 
 
@@ -168,12 +171,12 @@ def convolution(numbers, groups, options, p, x, t):
         shape = [1] * y.ndim
         shape[numbers[2].index("C")] = -1
         y = y + p["b"].reshape(shape)
-    # Positions must differ, whatever their order.
+    # Positions must differ in every layout.
     y = jnp.moveaxis(y, batch, 0)
     return mean_loss(y, t)
 
 
-# Each geometry in two layouts, one of them with groups; each layout with two geometries.
+# Each geometry is tested in two layouts, one with groups, and each layout with two geometries.
 CASES = [(g, LAYOUTS[(i + k) % 4], 1 + k) for i, g in enumerate(CONVOLUTIONS) for k in range(2)]
 
 
@@ -208,7 +211,7 @@ def test_a_single_example_with_several_images(x64, monkeypatch):
 
 
 def test_every_kth_example(x64):
-    """The moments are those of the examples that are taken."""
+    """Check that the moments come from the selected examples."""
     shapes = DENSE["positions"][2]
     conv = functools.partial(convolution, LAYOUTS[0], 1, CONVOLUTIONS["same"])
     for loss, params, x in (
@@ -226,7 +229,7 @@ def test_every_kth_example(x64):
 
 
 def tokens(p, x, t):
-    """A mark makes the loss a mean over tokens; those of the first layer have further positions."""
+    """Compute a mean over tokens, as the marked output says. In the first layer each token has further positions."""
     h = jnp.sum(jnp.tanh(x @ p["first"]), axis=2)
     logits = kfac.mark_output(h @ p["second"], "categorical")
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * t, axis=-1))
@@ -234,7 +237,7 @@ def tokens(p, x, t):
 
 @pytest.mark.parametrize("positions", [1, 2])
 def test_an_example_is_a_sequence_where_the_loss_is_a_mean_over_tokens(x64, positions):
-    """Squares are those of whole sequences; their weight is the number of rows of the mark."""
+    """Check that the squares come from whole sequences, weighted by the number of rows in the marked output."""
     params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, T, positions, 5)
     t = jax.nn.one_hot(jnp.arange(N * T).reshape(N, T) % 3, 3, dtype=jnp.float64)
     layers = kfac.find_layers(tokens, params, x, t)
@@ -248,7 +251,10 @@ def test_an_example_is_a_sequence_where_the_loss_is_a_mean_over_tokens(x64, posi
 
 @pytest.mark.parametrize("positions", [1, 2])
 def test_every_kth_sequence_of_tokens(x64, positions):
-    """Moments, like `A` and `G`, come from whole sequences: every second token would be the same places of each."""
+    """Check that moments, `A` and `G` come from whole sequences.
+
+    Every second token would be at the same places in each sequence.
+    """
     params, x = parameters({"first": (5, 4), "second": (4, 3)}), normal(1, N, 2 * T, positions, 5)
     t = jax.nn.one_hot(jnp.arange(2 * N * T).reshape(N, 2 * T) % 3, 3, dtype=jnp.float64)
     layers = kfac.find_layers(tokens, params, x, t)
@@ -262,7 +268,10 @@ def test_every_kth_sequence_of_tokens(x64, positions):
 
 
 def test_layers_without_a_correction(x64):
-    """A diagonal factor, or one that is cut, several uses: these have no moments, and no entry in the basis."""
+    """Check layers with a diagonal factor, with a split factor, and with several uses.
+
+    They have no moments and no entry in the basis.
+    """
 
     def loss(p, rows, t):
         h = p["table"][rows]
@@ -325,7 +334,7 @@ def classification(n):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 12])
 def test_its_error_is_never_above_that_of_the_kronecker_product(x64, n):
-    """In Frobenius norm, against the exact empirical Fisher matrix; and no other eigenvalues here are nearer."""
+    """Compare errors in Frobenius norm, against the exact empirical Fisher matrix. Other eigenvalues are not nearer."""
     params, *batch = classification(n)
     layers = kfac.find_layers(classifier, params, *batch)
     measure = jax.jit(kfac.value_and_grad(classifier, layers))

@@ -1,4 +1,4 @@
-"""Factors of dense layers, in every way that a kernel can reach its matrix product, against brute force."""
+"""Test factors of dense layers against brute force, for every way in which a kernel can reach its matrix product."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ N, T = 3, 4
 
 
 def plain(model):
-    """The loss of a reference model without its hook."""
+    """Return a reference model's loss without its hook."""
     return lambda params, *batch: model(Hook(), params, *batch)
 
 
 def mean_loss(y, t):
-    """A loss whose gradient depends on the output and on a target, so that no two rows agree."""
+    """Compute a loss whose gradient depends on output and target, so that no two rows agree."""
     y = y.reshape(y.shape[0], -1)
     return jnp.mean(jnp.sum(jnp.tanh(y) * t[:, : y.shape[1]], axis=1) + 0.5 * jnp.sum(jnp.sin(y), axis=1) ** 2)
 
@@ -34,7 +34,7 @@ IMAGES = functools.partial(normal, 2, N, T, 2, 3)
 TARGETS = functools.partial(normal, 3, N, 60)
 
 
-# -- one layer, in every orientation -----------------------------------------------------------------------------------
+# -- a single layer, in every orientation ------------------------------------------------------------------------------
 
 
 def vectors(hook, p, x, t):
@@ -89,7 +89,7 @@ def interleaved_axes(hook, p, x, t):
 
 
 def interleaved_axes_in_another_order(hook, p, x, t):
-    # Factors are in the order in which the kernel lies in memory: j before i, p before o.
+    # Factors follow the kernel's memory order: j before i, p before o.
     y = jnp.einsum("ntij,jpio->ntop", x, p["w"])
     y = hook.layer("w", x.swapaxes(2, 3).reshape(*x.shape[:2], -1), y.swapaxes(2, 3), out=2)
     return mean_loss(y.swapaxes(2, 3), t)
@@ -211,7 +211,7 @@ def test_a_dense_layer_in_every_orientation(x64, model, inputs, shapes, expected
 
 
 def times(hook, p, x, t, c=0.3):
-    """`x @ (c w) + b` is `(c x) @ w + b`."""
+    """Compute `(c x) @ w + b`, which equals `x @ (c w) + b`."""
     y = (c * x) @ p["dense"]["w"] + p["dense"]["b"]
     return mean_loss(hook.layer("dense", c * x, y, bias=True), t)
 
@@ -283,7 +283,7 @@ def test_a_convolution_and_a_table_times_a_number(x64):
     numbers = ("NHWC", "HWIO", "NHWC")
 
     def network(p, ids, x, t, c, d):
-        """`c` multiplies kernels and `d` inputs."""
+        """Multiply kernels by `c` and inputs by `d`."""
         y = lax.conv_general_dilated(d * x, c * p["conv"], (1, 1), "SAME", dimension_numbers=numbers)
         return mean_loss(jnp.tanh(y).mean((1, 2)) + d * (c * p["table"])[ids], t)
 
@@ -294,13 +294,13 @@ def test_a_convolution_and_a_table_times_a_number(x64):
     assert kinds(layers) == {"conv": "conv", "table": "embedding"}
     block, other = found["conv"], expected["conv"]
     assert relative_error(block.A, np.asarray(other.A)) <= 1e-12 >= relative_error(block.G, np.asarray(other.G))
-    # A number behind the lookup is part of the gradient, one before it part of the input; the block is the same.
+    # A number after the lookup belongs to the gradient, and a number before it to the input. The block is the same.
     block, other = found["table"], expected["table"]
     for k in range(7):
         assert relative_error(block.A[k] * block.G, np.asarray(other.A[k] * other.G)) <= 1e-12
 
 
-# -- biases that are none ----------------------------------------------------------------------------------------------
+# -- vectors that are not biases ---------------------------------------------------------------------------------------
 
 
 def subtracted_bias(hook, p, x, t):
@@ -380,7 +380,7 @@ def test_the_second_of_two_biases_gets_a_diagonal(x64):
 
 
 def test_a_bias_behind_a_broadcast_is_exact(x64):
-    # The gradient at the product's output is the sum over what it was broadcast to, which is the bias's, too.
+    # The gradient at the product's output is summed over the broadcast axes, and so is the bias's gradient.
     params = parameters({"dense": {"w": (5, 4), "b": (4,)}})
     batch = (VECTORS(), TARGETS())
     layers, _, factors = run(plain(bias_behind_a_broadcast), params, batch)
@@ -508,7 +508,7 @@ def test_vmapped_loss_of_one_example(x64):
 
 
 def experts(hook, p, x, t):
-    """Three experts that all see every example; `p` holds their kernels on a leading axis."""
+    """Apply three experts to every example. `p` holds their kernels on a leading axis."""
     outs = [
         hook.layer(f"experts[{k}]", x, x @ p["experts"]["w"][k] + p["experts"]["b"][k], bias=True) for k in range(3)
     ]
@@ -777,7 +777,7 @@ reversal.defvjp(lambda x: (x, None), lambda _, g: (-0.3 * g,))
 
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_custom_rules_of_activations_stay_in_force(x64, in_scan):
-    """Gradients of the replayed loss are those that the user wrote: relu's at zero, a reversed one."""
+    """Check that the replayed loss keeps the user's gradients: relu's at zero, and a reversed gradient."""
 
     def reference(hook, p, x, t):
         for k in range(2):
@@ -851,7 +851,7 @@ def test_a_doubled_batch_leaves_the_factors_unchanged(x64):
 
 @pytest.mark.parametrize("num_examples", [None, N])
 def test_flattened_tokens(x64, num_examples):
-    """`num_examples` says what a loss hides that has the size of its batch written into it."""
+    """Give `num_examples` for a loss that hides its examples, because it contains a constant batch size."""
 
     def loss(p, x, t):
         y = x.reshape(-1, 5) @ p["dense"]["w"] + p["dense"]["b"]
@@ -874,7 +874,7 @@ def test_flattened_tokens(x64, num_examples):
 @pytest.mark.parametrize(("compute", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_precision(compute, tolerance, remat):
-    """The statistics of float32 parameters, computed in low precision, against those in float64."""
+    """Compare low-precision statistics of float32 parameters with statistics in float64."""
 
     def model(hook, p, x, t):
         p = jax.tree.map(lambda leaf: leaf.astype(x.dtype), p)
@@ -898,7 +898,7 @@ def test_precision(compute, tolerance, remat):
 
 
 def test_bf16_sums_of_many_rows_are_accumulated_in_float32():
-    """Summed in bfloat16, 1 + 1 + ... stops at 256."""
+    """Sum more rows than bfloat16 can count: there 1 + 1 + ... stops at 256."""
 
     def loss(p, x):
         return jnp.mean(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16)) * 1.0
@@ -912,7 +912,7 @@ def test_bf16_sums_of_many_rows_are_accumulated_in_float32():
 
 
 def test_uses_of_one_parameter_in_two_precisions(x64):
-    """Sums are kept in the widest."""
+    """Check that sums have the wider precision."""
 
     def loss(p, x, t):
         y = jnp.tanh(x @ p["w"]) * p["s"]

@@ -1,4 +1,4 @@
-"""Factors against those that the program of the gradient gives, which shares no idea with the package."""
+"""Test factors against an oracle that reads the gradient's program, and shares no idea with the package."""
 
 import functools
 import sys
@@ -37,7 +37,7 @@ def check(loss_fn, params, *args, rtol, skip=()):
 
 
 def test_a_network_of_each_kind(x64):
-    """A convolution with stride and dilation, a dense layer with a bias, a table, a kernel that is used twice."""
+    """Check a convolution with stride and dilation, a dense layer with a bias, a table, and a kernel with two uses."""
     params = {
         "conv": {"kernel": normal(1, 3, 2, 3, 5), "bias": normal(2, 5)},
         "dense": {"kernel": normal(3, 5, 4), "bias": normal(4, 4)},
@@ -77,7 +77,7 @@ def test_transposed_and_dilated_convolutions(x64):
     check(loss_fn, params, normal(12, 5, 4, 6, 4), rtol=1e-9)
 
 
-# In two parts, because the factors of a ResNet-50 in float64 take 1.2 GB.
+# The test has two parts, because a ResNet-50's factors take 1.2 GB in float64.
 @pytest.mark.slow
 @pytest.mark.parametrize("skip", ["^stage3", "^(?!stage3)"], ids=["begin", "end"])
 def test_resnet_50(skip, x64):

@@ -1,9 +1,9 @@
-"""The gradient's own factors: `A = E[V^T V] / sqrt(t)`, `G = E[V V^T] / sqrt(t)`, `t = E||V||^2`; of vectors `E[v^2]`.
+"""Test gradient factors: `A = E[V^T V] / sqrt(t)`, `G = E[V V^T] / sqrt(t)`, `t = E||V||^2`. Vectors have `E[v^2]`.
 
-They are running averages of the averaged gradient `V` in steps with statistics, and so the same on any number of
-devices and of micro-batches.
+They are running averages over the averaged gradient `V` in steps with statistics. They do not depend on the number of
+devices or micro-batches.
 
-Uses the inside of `_optimizer.state`, to find averages by layer, and a threshold of `_capture.find_layers`.
+The tests use internals of `_optimizer.state` to find averages by layer, and a threshold of `_capture.find_layers`.
 """
 
 import functools
@@ -25,10 +25,10 @@ from problem import observing
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, D, H = 12, 5, 4
-STATISTICS = [True, True, False, True, False, True]  # in which steps there are such
+STATISTICS = [True, True, False, True, False, True]  # whether each step has statistics
 SHAPES = {
     "b": (H,),
-    "cube": (2, 3, H),  # as a matrix [6, 4], which is nearest to a square
+    "cube": (2, 3, H),  # as a matrix [6, 4], the shape nearest to a square
     "in": (D, H),
     "left": (H, 2),
     "number": (),
@@ -44,7 +44,7 @@ MATRICES = {  # [copies, d_out, d_in]
 }
 
 
-VECTORS = ("number", "right", "temperature")  # a matrix of one column is one
+VECTORS = ("number", "right", "temperature")  # a matrix with a single column is a vector
 
 
 def parameters():
@@ -71,7 +71,7 @@ def found_layers(**options):
 
 
 def truth(decay, layers):
-    """What the averages ought to be, `[copies, ...]`, in NumPy."""
+    """Return the expected averages `[copies, ...]`, computed in NumPy."""
     gradient = jax.jit(jax.grad(loss_fn))
     weight, sums, kept, last = 0.0, {}, decay, None
 
@@ -100,7 +100,7 @@ def truth(decay, layers):
 
 
 def averages(state, layers):
-    """The running averages by layer."""
+    """Return the running averages by layer."""
     found = {}
     for group, block in blocks_of(state, layers, "state"):
         for name in group.shapes:
@@ -178,7 +178,7 @@ def test_on_devices_of_a_shard_map(options):
     check(jax.jit(kfac.state.gather_state)(run(step, init(parameters()))), layers)
 
 
-@pytest.mark.slow  # those of a shard_map meet in the same places
+@pytest.mark.slow  # shard_map averages in the same places
 def test_on_devices_of_a_pmap():
     layers, devices = found_layers(), jax.devices()[:3]
     tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75, distribution=kfac.Distribution("data"))
@@ -212,7 +212,7 @@ def test_under_jit_over_a_mesh():
     [(100, 5), (3, 2), (100, 2), (3, 5)],
 )
 def test_a_large_side_is_cut_or_diagonal(max_factor_dim, words, monkeypatch):
-    """Each piece has factors of its own; a diagonal is that of the whole."""
+    """Check that each piece has its own factors, whereas a diagonal factor covers the whole side."""
     monkeypatch.setattr("kfac._capture.make_layers.VOCABULARY", words)
     layers = found_layers(max_factor_dim=max_factor_dim)
     tx = kfac.scale_by_kfac(layers, factor_ema_decay=0.75)
@@ -256,7 +256,7 @@ def test_they_precondition_as_any_block_does():
     "preconditioner", [kfac.SOAP(), kfac.Cholesky(), kfac.Eigh(), kfac.EKFAC()], ids=lambda i: type(i).__name__
 )
 def test_every_inverse_trains_with_nothing_else(preconditioner):
-    """Nothing is captured, so that the loss may hide its examples."""
+    """Train without captured inputs or gradients, so the loss may hide its examples."""
     target = normal(50, D, 3)
 
     def loss(p):

@@ -1,4 +1,4 @@
-"""Weight sharing in the setting "reduce" (Eschenhagen et al. 2023): its definition, and where it is exact."""
+"""Test weight sharing in the "reduce" setting (Eschenhagen et al. 2023): its definition and its exact cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def mean_loss(y, t):
 
 
 def expected_factors(known: Truth, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """`A = (1/n) sum_i m m^T` with `m` the mean input of an example, `G = n sum_i h h^T`, `h` its summed gradient."""
+    """Return `A = (1/n) sum_i m m^T` and `G = n sum_i h h^T`.
+
+    `m` is the mean input of an example, and `h` its summed gradient.
+    """
     uses = known.uses[name]
     biased = any(use.bias for use in uses)
     positions = sum(use.a.shape[1] for use in uses)
@@ -74,7 +77,7 @@ def kernel_on_the_left(hook, p, x, t):
 
 
 def flattened(hook, p, x, t):
-    """Examples and positions on one axis."""
+    """Join examples and positions on a single axis."""
     y = (x.reshape(-1, 5) @ p["w"]).reshape(*x.shape[:2], -1)
     return mean_loss(hook.layer("w", x, y), t)
 
@@ -85,7 +88,7 @@ def heads(hook, p, x, t):
 
 
 def shared(hook, p, x, t):
-    """Uses at several positions and at one, with and without the bias."""
+    """Use a layer at several positions and at a single position, with and without the bias."""
     y = jnp.tanh(hook.layer("dense", x, x @ p["dense"]["w"] + p["dense"]["b"], bias=True))
     y = jnp.tanh(hook.layer("dense", y, y @ p["dense"]["w"]))[:, 0]
     return mean_loss(hook.layer("dense", y, y @ p["dense"]["w"] + p["dense"]["b"], bias=True), t)
@@ -143,7 +146,7 @@ def test_convolutions(x64, strides, padding, dilation, max_factor_dim):
 
 
 def test_a_convolution_whose_output_has_the_height_first_and_as_long_as_the_batch(x64):
-    """Its dimension numbers tell the examples from the rows of the image."""
+    """Check that dimension numbers tell the examples from the image's rows."""
     numbers = ("HWNC", "HWIO", "HWNC")
 
     def loss(p, x, t):
@@ -190,7 +193,7 @@ def test_grouped_convolutions_with_channels_first(x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scans(x64, remat):
-    """Stacked kernels, and one that all iterations share: a recurrent network."""
+    """Check stacked kernels, and a kernel that all iterations share, as in a recurrent network."""
 
     def loss(p, x, t):
         def cell(h, x):
@@ -231,7 +234,7 @@ def test_experts(x64):
 
 
 def pooled(p, x, c):
-    """A deep linear network that averages over positions, with a linear loss: there "reduce" is exact."""
+    """Compute a linear loss of a deep linear network that averages over positions. "reduce" is exact here."""
     y = x @ p["first"]["w"] + p["first"]["b"]
     y = (y @ p["second"]["w"] + p["second"]["b"]).mean(1)
     return jnp.mean(y @ c)
@@ -257,7 +260,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
         exact = 0.0
         for i in range(N):
             matrix = np.asarray(layer.to_matrix([gradients[path][i] for path in layer.params])[0])
-            exact = exact + N * np.outer(matrix, matrix)  # per-example gradients of the mean loss: n times n over n
+            exact = exact + N * np.outer(matrix, matrix)  # the mean over n examples of the outer products of n * matrix
         block = factors[layer.name]
         assert relative_error(np.kron(block.G, block.A), exact) <= 1e-10, layer.name
     expand = run(of_batch, params, batch)[2]
@@ -274,13 +277,13 @@ def test_micro_batches_and_single_positions(x64):
     together = kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, *batch)[2]
     for a, b, c in zip(*map(jax.tree.leaves, (*parts, together)), strict=True):
         np.testing.assert_allclose((a + b) / 2, c, rtol=1e-10)
-    # With one position there is nothing to share.
+    # A single position shares no weights.
     single = (normal(1, N, 5), normal(2, N, 60))
     one, other = (run(plain(dense), params, single, kfac_reduce=r)[2] for r in ((), ("dense",)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), one, other)
 
 
-# -- which layers, and what is refused ---------------------------------------------------------------------------------
+# -- the choice of layers, and errors ----------------------------------------------------------------------------------
 
 
 def test_patterns_say_which_layers():

@@ -1,4 +1,4 @@
-"""`kfac.statistics`: factors without gradients, of every k-th example: exactly the factors of the smaller batch."""
+"""Test `kfac.statistics`: without gradients, from every k-th example, it gives the smaller batch's exact factors."""
 
 import functools
 
@@ -33,7 +33,7 @@ def conv(x, w, stride):
 
 
 def loss_fn(p, x, t):
-    """A loss with a layer of every kind; the temperature has the gradient's own factor."""
+    """Compute a loss with a layer of every kind. The temperature has a gradient factor."""
     y = jnp.tanh(conv(x, p["conv"]["w"], 1) + p["conv"]["b"])
     y = conv(y, p["down"]["w"], 2)
     y = jnp.tanh(y * p["norm"]["scale"] + p["norm"]["shift"])
@@ -64,7 +64,7 @@ def measure(**options):
 
 
 def factors_of(*data, **keywords):
-    """The factors of all these examples, with those of the gradient."""
+    """Return the factors of all these examples, including gradient factors."""
     return compiled(kfac.value_and_grad(loss_fn, found()))(params(), *data, **keywords)[2]
 
 
@@ -84,7 +84,7 @@ def test_of_all_examples_they_are_those_beside_the_gradients():
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "every"), [(8, 4), (4, 4), (7, 3)])
 def test_factors_are_those_of_the_examples_taken(n, every):
-    """As many as fit: of seven examples the first and the fourth."""
+    """Take as many examples as fit: of seven examples, the first and the fourth."""
     taken = [x[::every][: n // every] for x in batch(n)]
     assert_close(measure(fraction=1 / every)(params(), *batch(n)), factors_of(*taken))
 
@@ -94,7 +94,7 @@ def test_of_fewer_examples_all_are_taken():
 
 
 def test_the_mean_over_all_choices_is_the_whole():
-    """Factors are unbiased: each example is in one of the two halves. Squares of gradients are no means."""
+    """Check that the factors of the two halves average to the factors of the whole batch."""
     parts = [measure(fraction=1 / 2)(params(), *(jnp.roll(x, -k, axis=0) for x in batch(4))) for k in range(2)]
     assert_close(jax.tree.map(lambda *leaves: sum(leaves) / 2, *parts), factors_of(*batch(4)))
 
@@ -120,7 +120,7 @@ def test_each_microbatch_takes_its_own():
 
 
 def test_a_batch_that_is_passed_by_keyword_or_with_what_all_examples_share():
-    """Every other example is taken of the inputs and the targets, and all of the scales, which have no examples."""
+    """Check that every other row of inputs and targets is used. The scales have no axis of examples."""
 
     def loss(p, *, data, offset):
         y = jnp.tanh(data["x"] * data["scales"] @ p["w"] + offset)

@@ -1,4 +1,4 @@
-"""What other people's trainers do with an optimizer: the obstacles in docs/trainers.md that no other test covers."""
+"""Test how other people's trainers use an optimizer: the obstacles in docs/trainers.md that no other test covers."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def step(tx, params, opt_state, batch):
 
 
 def test_both_programs_can_be_compiled_ahead_of_time():
-    """Six steps with executables that were compiled from shapes alone."""
+    """Run six steps with executables that were compiled from shapes alone."""
     tx = kfac.kfac(RATE, layers())
     params = initial()
     opt_state = tx.init(params)
@@ -83,7 +83,7 @@ def test_statistics_averaged_in_a_scan_over_micro_batches_are_those_of_the_whole
 
 
 def test_two_differentiated_arguments_are_one_tuple():
-    """The gradients of `argnums=(0, 1)` are a tuple too, so the optimizer and the statistics take `(first, second)`."""
+    """Pass `(first, second)` to optimizer and statistics, because gradients of `argnums=(0, 1)` are a tuple, too."""
     first, second = {"w": small(0, 5, 4)}, {"w": small(1, 4, 3)}
     x = small(2, 16, 5)
 
@@ -113,7 +113,7 @@ def test_two_differentiated_arguments_are_one_tuple():
 
 
 def test_statistics_of_one_of_two_differentiated_arguments():
-    """The optimizer owns the first argument only. The second one has an optimizer of its own, or none."""
+    """Update only the first argument with K-FAC. The second has another optimizer, or no optimizer."""
     first, second = {"w": small(0, 5, 4)}, {"w": small(1, 4, 3)}
     x = small(2, 16, 5)
 
@@ -127,7 +127,7 @@ def test_statistics_of_one_of_two_differentiated_arguments():
 
 
 def test_a_state_in_host_memory_between_the_steps():
-    """Three steps with the state in host memory in between, bit for bit those with the state on the device."""
+    """Compare three steps with the state in host memory in between, bit for bit, with the state on the device."""
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     if not {"pinned_host", "device"} <= kinds:
         pytest.skip(f"this backend has the memory kinds {sorted(kinds)}")
@@ -161,7 +161,7 @@ KERNELS = "table", "values", "head"  # the scale has per-example gradients, and 
 
 
 def text_loss(params, rows):
-    """Return the mean loss over the tokens that are no padding. Tokens see earlier tokens of their own document."""
+    """Return the mean loss over the tokens that are not padding. Tokens see earlier tokens of their own document."""
     tokens, documents, targets = rows
     x = params["table"][tokens]
     same = documents[:, :, None] == documents[:, None, :]
@@ -190,7 +190,7 @@ def text(rows, length):
 
 
 def test_packed_documents_have_the_statistics_of_separate_rows():
-    """The factors are equal up to the numbers of rows and positions, which are a factor for all layers."""
+    """Check that the factors are equal up to the numbers of rows and positions, which scale all layers alike."""
     tokens, documents, targets = text(8, 6)
     packed = tokens.reshape(4, 12), jnp.tile(jnp.repeat(jnp.array([1, 2]), 6), (4, 1)), targets.reshape(4, 12)
     separate, together = text_factors((tokens, documents, targets)), text_factors(packed)
@@ -200,7 +200,7 @@ def test_packed_documents_have_the_statistics_of_separate_rows():
 
 
 def test_padding_enters_only_the_inputs_factor():
-    """`G` is that of the tokens, times the share of tokens among positions, inverted. `A` counts all positions."""
+    """Check that padding scales `G` by the share of tokens among positions. `A` counts all positions."""
     tokens, documents, targets = text(8, 6)
     padding = jnp.zeros((8, 2), int)
     padded = [jnp.concatenate([x, padding], axis=1) for x in (tokens, documents, targets)]

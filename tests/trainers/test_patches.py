@@ -1,4 +1,4 @@
-"""The patches in `examples/trainers` are as short as docs/trainers.md says."""
+"""Test that the patches in `examples/trainers` are as short as docs/trainers.md says."""
 
 import re
 from pathlib import Path
