@@ -92,9 +92,9 @@ def messages(text, devices):
                     for dtype, shape in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
                 )
                 # A reduce-scatter's operand is `devices` times as large as its result.
-                what = re.search(r'op_name="([^"]*)"', line)
+                operation = re.search(r'op_name="([^"]*)"', line)
                 size *= devices if kind == "reduce-scatter" else 1
-                found.append((kind, size, times, (what[1] if what else line.strip())[-100:]))
+                found.append((kind, size, times, (operation[1] if operation else line.strip())[-100:]))
 
     walk(entry, 1)
     return found
@@ -399,8 +399,8 @@ def main():
         found = messages(program.as_text(), OPTIONS.devices)
         sizes = ", ".join(f"{kind} {int(size):,}" for kind, size in by_kind(found).items())
         print(f"{name}: {sizes or 'nothing'}; temporary {program.memory_analysis().temp_size_in_bytes:,}")
-        for kind, size, times, what in sorted(found, key=lambda m: -m[1] * m[2])[: OPTIONS.largest]:
-            print(f"    {kind} {size:,} x {times}: {what}")
+        for kind, size, times, operation in sorted(found, key=lambda m: -m[1] * m[2])[: OPTIONS.largest]:
+            print(f"    {kind} {size:,} x {times}: {operation}")
 
 
 if __name__ == "__main__":

@@ -60,8 +60,7 @@ def test_unknown_keywords_are_ignored():
     for tx in (plain_kfac(RATE, layers()), kfac.scale_by_kfac(layers()), plain_kfac(RATE, layers(), kl_clip=1e9)):
         assert isinstance(tx, optax.GradientTransformationExtraArgs)
         state = tx.init(initial())
-        # Earlier versions of `kfac` used the last keyword internally.
-        others = {"value": jnp.ones(()), "grad": None, "of_another_transform": "x", "taken": False}
+        others = {"value": jnp.ones(()), "grad": None, "of_another_transform": "x"}
         update = jax.jit(functools.partial(observing(tx), **others))
         update(grads, state, initial(), factors=factors)
 
