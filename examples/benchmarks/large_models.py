@@ -4,7 +4,7 @@
     python examples/benchmarks/large_models.py llama --devices 64 --compile sgd step observe
 
 The script computes nothing and makes no parameters. Only shapes go through `find_layers` and `plan`, and with
-`--compile` through XLA for simulated CPUs. Parameters are sharded like in FSDP. Layers are stacked under `scan` and
+`--compile` through XLA for simulated CPUs. Parameters are sharded as in FSDP. Layers are stacked under `scan` and
 rematerialised.
 
 With `--compile`, the script prints the memory per device, for arguments (parameters, momentum, averages, inverses) and
@@ -19,7 +19,9 @@ if __name__ == "__main__":
     PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     PARSER.add_argument("model", choices=["llama", "vit"])
     PARSER.add_argument("--devices", type=int, default=64)
-    PARSER.add_argument("--examples", type=int, default=4, help="examples per device; observe takes a quarter of them")
+    PARSER.add_argument(
+        "--examples", type=int, default=4, help="examples per device; observe takes a quarter of them, at least one"
+    )
     PARSER.add_argument("--depth", type=int, help="number of layers: the whole model's")
     PARSER.add_argument("--max-factor-dim", type=int, default=8192, help="passed to find_layers")
     PARSER.add_argument("--compile", nargs="+", choices=["sgd", "step", "observe"], default=[])
@@ -128,7 +130,7 @@ def main():
     loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
     layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_factor_dim=OPTIONS.max_factor_dim)
     print(f"{OPTIONS.model}, parameters whole:")
-    print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.devices), end="\n\n")
+    print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.examples * OPTIONS.devices), end="\n\n")
     for which in OPTIONS.compile:
         # Statistics see a quarter of the batch.
         share = -(-OPTIONS.examples // 4) if which == "observe" else OPTIONS.examples

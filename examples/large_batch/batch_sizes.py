@@ -3,11 +3,12 @@
     python examples/large_batch/batch_sizes.py run --data-dir data/cifar10
     python examples/large_batch/batch_sizes.py report
 
-For each batch size, a method first tries three learning rates at the same budget of steps. These rates are 0.5, 1 and 2
-times the method's rate in `RATES`, scaled by the root of the batch size. The best one then runs with larger or smaller
-budgets, until one budget reaches the target and the next smaller budget misses it. The number of steps is interpolated
-between the two. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run` stores each
-trial in --results and does not repeat it. `report` prints a table and draws it.
+For each batch size, a method first tries three learning rates at the same budget of steps. They are 0.5, 1 and 2 times
+the method's rate in `RATES`, scaled by the root of the batch size. While the largest or smallest rate is best, the
+method tries another rate beyond it, at most twice. The best rate then runs with larger or smaller budgets, until one
+budget reaches the target and the next smaller budget misses it. The number of steps is interpolated between the two, on
+a logarithmic scale. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run` stores
+each trial in --results and does not repeat it. `report` prints a table and draws it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,33 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import networks
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "imagenet"))
+
+import networks  # noqa: E402
+from files import UserError  # noqa: E402
+
 # Targets for the validation accuracy.
 TARGETS = {"residual network, batch norm": 0.5, "vision transformer": 0.4}
 RATES = {"kfac": 0.1, "muon": 0.1, "adamw": 0.01, "sgd": 0.4}  # at batches of N/10
 FACTORS = 0.5, 1.0, 2.0
+EXTENSIONS = 2  # the number of rates to try beyond these
+LABELS = {"kfac": "K-FAC", "muon": "Muon", "adamw": "AdamW", "sgd": "SGD"}
 # The budgets of steps at which rates are tried, by N / batch.
 FIRST = {4: 40, 10: 60, 50: 160, 200: 640, 500: 1600}
 BUDGETS = 4  # the number of larger and of smaller budgets, each by the root of two
 
 Trial = dict[str, Any]
 Score = Callable[[int, float], float]
+
+
+class Missing(Exception):
+    """A trial that `report` needs is not stored."""
 
 
 def budget(share: int, number: int) -> int:
@@ -46,19 +57,27 @@ def steps_to_target(share: int, rates: Iterable[float], target: float, score: Sc
 
     Args:
       share: N divided by the batch size.
-      rates: the learning rates to try.
+      rates: the learning rates to try first.
       target: the target for the score.
       score: `score(steps, rate)` runs a trial.
     """
-    best = max(rates, key=lambda rate: score(budget(share, 0), rate))
-    found = {0: score(budget(share, 0), best)}
+    scores = {rate: score(budget(share, 0), rate) for rate in rates}
+    for _ in range(EXTENSIONS):
+        best = max(scores, key=lambda rate: scores[rate])
+        if best not in (min(scores), max(scores)):
+            break
+        beyond = best * 2 if best == max(scores) else best / 2
+        scores[beyond] = score(budget(share, 0), beyond)
+    best = max(scores, key=lambda rate: scores[rate])
+    found = {0: scores[best]}
     number = 0
     while found[number] >= target and number > -BUDGETS:
         number -= 1
         found[number] = score(budget(share, number), best)
     while found[number] < target and number < BUDGETS:
         number += 1
-        found[number] = found.get(number) or score(budget(share, number), best)
+        if number not in found:
+            found[number] = score(budget(share, number), best)
     if found[number] < target:
         return math.inf, best
     if number == -BUDGETS:
@@ -69,7 +88,10 @@ def steps_to_target(share: int, rates: Iterable[float], target: float, score: Sc
 
 
 def table(options: argparse.Namespace, score_of: Callable[[str, str, int], Score]) -> dict[str, dict[str, Any]]:
-    """Return the steps to the target and the best rate by network, method and N / batch, as far as trials are there."""
+    """Return the steps to the target and the best rate by network, method and N / batch.
+
+    Searches with missing trials are left out.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name in options.networks:
         for share in options.shares:
@@ -78,8 +100,8 @@ def table(options: argparse.Namespace, score_of: Callable[[str, str, int], Score
                 rates = [RATES[method] * factor * scale for factor in FACTORS]
                 try:
                     result = steps_to_target(share, rates, TARGETS[name], score_of(name, method, share))
-                except KeyError:
-                    continue  # `report` needs a trial that is not stored
+                except Missing:
+                    continue
                 found.setdefault(name, {}).setdefault(method, {})[share] = result
     return found
 
@@ -93,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
         def score(steps: int, rate: float) -> float:
             key = name, method, share, steps, rate
             if key not in stored:
-                trial = {"network": name, "method": method, "batch": share, "steps": steps, "rate": rate}
+                trial: Trial = {"network": name, "method": method, "batch": share, "steps": steps, "rate": rate}
                 trial |= networks.run(problem, method, rate, 0, steps, "falling")
                 with options.results.open("a") as file:
                     file.write(json.dumps(trial) + "\n")
@@ -108,24 +130,37 @@ def run(options: argparse.Namespace) -> None:
 
 def read(path: Path) -> dict[tuple[Any, ...], float]:
     """Return the scores of stored trials; 0 if the loss became non-finite."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    keys = "network", "method", "batch", "steps", "rate"
-    rows = [json.loads(line) for line in lines]
-    return {tuple(row[key] for key in keys): row["score"] or 0.0 for row in rows}
+    stored = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        try:
+            row = json.loads(line)
+            key = tuple(row[name] for name in ("network", "method", "batch", "steps", "rate"))
+            stored[key] = row["score"] or 0.0
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
+    return stored
 
 
 def report(options: argparse.Namespace) -> None:
     stored = read(options.results)
 
     def score_of(name: str, method: str, share: int) -> Score:
-        return lambda steps, rate: stored[name, method, share, steps, rate]
+        def score(steps: int, rate: float) -> float:
+            key = name, method, share, steps, rate
+            if key not in stored:
+                raise Missing(key)
+            return stored[key]
+
+        return score
 
     found = table(options, score_of)
     if not found:
         raise SystemExit(f"no complete search in {options.results}: begin with `run`")
     for name, methods in found.items():
         print(f"\n{name}: steps to {TARGETS[name]:.0%} (rate)\n")
-        print("| batch | " + " | ".join(methods) + " |\n" + "|---" * (1 + len(methods)) + "|")
+        print(
+            "| batch | " + " | ".join(LABELS[method] for method in methods) + " |\n" + "|---" * (1 + len(methods)) + "|"
+        )
         for share in options.shares:
             cells = []
             for method in methods:
@@ -147,14 +182,14 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for axis, (name, methods) in zip(row[0], found.items(), strict=True):
         for method, results in methods.items():
             points = [(share, steps) for share, (steps, _) in results.items() if math.isfinite(steps)]
-            label = {"kfac": "K-FAC", "muon": "Muon", "adamw": "AdamW", "sgd": "SGD"}[method]
-            axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=label)
+            axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=LABELS[method])
         axis.set_title(f"{name}: steps to {TARGETS[name]:.0%}", fontsize=9)
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.invert_xaxis()
         shares = sorted({share for results in methods.values() for share in results})
         axis.set_xticks(shares, [f"N/{share}" for share in shares])
+        axis.set_yticks([30, 60, 100, 200, 400, 800, 1600], ["30", "60", "100", "200", "400", "800", "1,600"])
         axis.minorticks_off()
         axis.set_xlabel("batch size")
         axis.grid(alpha=0.3)
@@ -167,13 +202,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "report"])
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
-    parser.add_argument("--networks", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
+    parser.add_argument("--networks", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME",
+                        help=" or ".join(map(repr, TARGETS)))  # fmt: skip
     parser.add_argument("--methods", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--shares", nargs="+", type=int, choices=FIRST, default=list(FIRST), help="N / batch")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "batch_sizes.jsonl")
     parser.add_argument("--figure", type=Path, default=HERE / "results" / "batch_sizes.png")
     options = parser.parse_args(arguments)
-    {"run": run, "report": report}[options.action](options)
+    try:
+        {"run": run, "report": report}[options.action](options)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -174,9 +174,9 @@ def orthogonal_iteration(old: Eigen | None, stack: Array) -> IterationStep:
         order = jnp.arange(stack.shape[1])
         return IterationStep(None, stack, jnp.broadcast_to(order, stack.shape))
     image = exact_product(stack, old.vectors)
-    quotients = jnp.sum(old.vectors * image, axis=1)
+    quotients = jnp.sum(old.vectors * image, 1)
     quotients, order = lax.top_k(quotients, stack.shape[1])
-    mean = per_block(jnp.mean(quotients, axis=1), image)
+    mean = per_block(jnp.mean(quotients, 1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")
     return IterationStep(Eigen(orthonormal(image), None), quotients, order)
@@ -185,4 +185,6 @@ def orthogonal_iteration(old: Eigen | None, stack: Array) -> IterationStep:
 def _reorder(matrix: Array, rows: Array, columns: Array) -> Array:
     """Reorder the rows and columns of a matrix by indices."""
     # One gather for rows and columns compiles to fewer kernels than two.
-    return matrix.at[rows[:, None], columns].get(mode="promise_in_bounds")
+    return matrix.at[rows[:, None], columns].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
