@@ -172,7 +172,10 @@ def report(options: argparse.Namespace) -> None:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the steps to the target against the batch size, one panel for each network."""
+    """Draw the steps to the target against the batch size, one panel for each network.
+
+    A hollow triangle marks a search whose largest budget missed the target.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,7 +185,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for axis, (name, methods) in zip(row[0], found.items(), strict=True):
         for method, results in methods.items():
             points = [(share, steps) for share, (steps, _) in results.items() if math.isfinite(steps)]
-            axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=LABELS[method])
+            (line,) = axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=LABELS[method])
+            for share, (steps, _) in results.items():
+                if math.isinf(steps):  # more than the largest budget
+                    axis.plot(share, budget(share, BUDGETS), "^", color=line.get_color(), fillstyle="none")
         axis.set_title(f"{name}: steps to {TARGETS[name]:.0%}", fontsize=9)
         axis.set_xscale("log")
         axis.set_yscale("log")
