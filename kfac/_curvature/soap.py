@@ -171,12 +171,12 @@ class IterationStep(NamedTuple):
 def orthogonal_iteration(old: Eigen | None, stack: Array) -> IterationStep:
     """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
-        order = jnp.arange(stack.shape[1])
-        return IterationStep(None, stack, jnp.broadcast_to(order, stack.shape))
+        order = lax.broadcasted_iota(jnp.int32, stack.shape, 1)
+        return IterationStep(None, stack, order)
     image = exact_product(stack, old.vectors)
-    quotients = jnp.sum(old.vectors * image, 1)
+    quotients = jnp.sum(old.vectors * image, axis=1)
     quotients, order = lax.top_k(quotients, stack.shape[1])
-    mean = per_block(jnp.mean(quotients, 1), image)
+    mean = per_block(jnp.mean(quotients, axis=1), image)
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")
     return IterationStep(Eigen(orthonormal(image), None), quotients, order)
