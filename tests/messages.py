@@ -10,13 +10,9 @@ parameters, statistics and results, whose size does not depend on the images.
 A device's bytes are its input to all-reduces, reduce-scatters and all-to-alls, and its output from all-gathers. `sent`
 counts all-reduces in full and other kinds by half, because a ring implements an all-reduce as a reduce-scatter and an
 all-gather.
-
-The script uses the private module `_optimizer.sharded_step`. The model's parameters are only shapes here, so `init`
-cannot see their shardings.
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
@@ -46,7 +42,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from kfac._optimizer.sharded_step import find_param_specs
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragged-all-to-all|collective-broadcast"
@@ -302,8 +297,15 @@ def programs(
     With a mesh, there is also a program that contains only the optimizer's `update`.
     """
     loss, params, batch, find = model(4 * devices)
-    layers = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim, **find)
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=jax.devices()[:devices])
+    whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
+
+    def sharded(tree, specs):
+        return abstract(tree, shardings(mesh, specs))
+
+    with jax.set_mesh(mesh):
+        params, batch = sharded(params, whole), sharded(batch, P("data"))
+        layers = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim, **find)
     axis = {"axis_name": "data"} if style == "shard_map" else {"mesh": mesh}
     distribution = kfac.Distribution(**axis)
     tx = kfac.scale_by_kfac(layers, inverse_update_period=inverse_update_period, distribution=distribution)
@@ -340,28 +342,27 @@ def programs(
     def alone(params, state, batch):
         return tx.update(given(params), state)
 
-    whole = P() if parameters == "whole" else jax.tree.map(functools.partial(split_spec, devices), params)
     specs = kfac.state.state_specs(tx, params, "data")
     init = tx.init
     if style == "shard_map":
         init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
     compiled = {}
     with jax.set_mesh(mesh):
-        state = jax.eval_shape(init, params)
-        place = [jax.tree.map(functools.partial(NamedSharding, mesh), s, is_leaf=lambda s: isinstance(s, P))
-                 for s in (whole, specs, P("data"))]  # fmt: skip
-        arguments = [abstract(tree, where) for tree, where in zip((params, state, batch), place, strict=True)]
-        # Set the specs that `init` would find in arrays.
-        settings = dataclasses.replace(state.settings, param_specs=find_param_specs(arguments[0]))
-        arguments[1] = arguments[1]._replace(settings=settings)
+        state = sharded(jax.eval_shape(init, params), specs)
+        results = shardings(mesh, (whole, specs))
         steps = {"SGD": sgd, "K-FAC": without, "K-FAC with statistics": full}
         steps |= {"update": alone} if style == "mesh" else {}
         for name, step in steps.items():
             fn = step
             if style == "shard_map":
                 fn = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
-            compiled[name] = jax.jit(fn, out_shardings=tuple(place[:2])).lower(*arguments).compile()
+            compiled[name] = jax.jit(fn, out_shardings=results).lower(params, state, batch).compile()
     return layers, compiled
+
+
+def shardings(mesh, specs):
+    """Return a `NamedSharding` for each spec in a tree."""
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def abstract(tree, where):
