@@ -14,6 +14,8 @@ each trial in --results and does not repeat it. `report` prints a table and draw
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import sys
@@ -22,23 +24,25 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "imagenet"))
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("benchmarks", "imagenet")]
 
+import environment  # noqa: F401, E402, I001  before JAX is imported
+import curves  # noqa: E402
 import networks  # noqa: E402
 from files import UserError  # noqa: E402
+from reporting import LABELS, crossing  # noqa: E402
 
 # Targets for the validation accuracy.
 TARGETS = {"residual network, batch norm": 0.5, "vision transformer": 0.4}
 RATES = {"kfac": 0.1, "muon": 0.1, "adamw": 0.01, "sgd": 0.4}  # at batches of N/10
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 2  # the number of rates to try beyond these
-LABELS = {"kfac": "K-FAC", "muon": "Muon", "adamw": "AdamW", "sgd": "SGD"}
 # The budgets of steps at which rates are tried, by N / batch.
 FIRST = {4: 40, 10: 60, 50: 160, 200: 640, 500: 1600}
 BUDGETS = 4  # the number of larger and of smaller budgets, each by the root of two
 
-Trial = dict[str, Any]
-Score = Callable[[int, float], float]
+KEYS = "network", "method", "batch", "steps", "rate"
+Scores = dict[tuple[Any, ...], float]  # by the values of KEYS
 
 
 class Missing(Exception):
@@ -49,7 +53,9 @@ def budget(share: int, number: int) -> int:
     return round(FIRST[share] * 2 ** (number / 2))
 
 
-def steps_to_target(share: int, rates: Iterable[float], target: float, score: Score) -> tuple[float, float]:
+def steps_to_target(
+    share: int, rates: Iterable[float], target: float, score: Callable[[int, float], float]
+) -> tuple[float, float]:
     """Return the steps to the target and the best learning rate.
 
     The steps are infinite if the largest budget misses the target. If the smallest budget reaches it, they are this
@@ -78,82 +84,65 @@ def steps_to_target(share: int, rates: Iterable[float], target: float, score: Sc
         number += 1
         if number not in found:
             found[number] = score(budget(share, number), best)
-    if found[number] < target:
-        return math.inf, best
-    if number == -BUDGETS:
-        return float(budget(share, number)), best
-    low, high = found[number - 1], found[number]
-    part = (target - low) / (high - low)
-    return budget(share, number - 1) ** (1 - part) * budget(share, number) ** part, best
+    groups = [[{"steps": budget(share, k), "val_accuracy": found[k]}] for k in sorted(found)]
+    return crossing(groups, target)[0], best
 
 
-def table(options: argparse.Namespace, score_of: Callable[[str, str, int], Score]) -> dict[str, dict[str, Any]]:
+def table(
+    options: argparse.Namespace, stored: Scores, train: Callable[[tuple[Any, ...]], float]
+) -> dict[str, dict[str, Any]]:
     """Return the steps to the target and the best rate by network, method and N / batch.
 
-    Searches with missing trials are left out.
+    `train` runs a trial that is not stored, from the values of `KEYS`. If it raises `Missing`, the search is left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name in options.networks:
-        for share in options.shares:
-            for method in options.methods:
-                scale = math.sqrt(10 / share)
-                rates = [RATES[method] * factor * scale for factor in FACTORS]
-                try:
-                    result = steps_to_target(share, rates, TARGETS[name], score_of(name, method, share))
-                except Missing:
-                    continue
-                found.setdefault(name, {}).setdefault(method, {})[share] = result
+    for name, share, method in itertools.product(options.networks, options.shares, options.methods):
+
+        def score(steps: int, rate: float, of: tuple[Any, ...] = (name, method, share)) -> float:
+            key = (*of, steps, rate)
+            if key not in stored:
+                stored[key] = train(key)
+            return stored[key]
+
+        scale = math.sqrt(10 / share)
+        rates = [RATES[method] * factor * scale for factor in FACTORS]
+        try:
+            result = steps_to_target(share, rates, TARGETS[name], score)
+        except Missing:
+            continue
+        found.setdefault(name, {}).setdefault(method, {})[share] = result
     return found
 
 
 def run(options: argparse.Namespace) -> None:
-    stored = read(options.results)
+    problem = functools.cache(lambda name, share: networks.PROBLEMS[name](options.data_dir, share))
 
-    def score_of(name: str, method: str, share: int) -> Score:
-        problem = networks.PROBLEMS[name](options.data_dir, share)
+    def train(key: tuple[Any, ...]) -> float:
+        name, method, share, steps, rate = key
+        result = networks.run(problem(name, share), method, rate, 0, steps, "falling")
+        curves.add(options.results, dict(zip(KEYS, key, strict=True)) | result)
+        return result["score"] or 0.0
 
-        def score(steps: int, rate: float) -> float:
-            key = name, method, share, steps, rate
-            if key not in stored:
-                trial: Trial = {"network": name, "method": method, "batch": share, "steps": steps, "rate": rate}
-                trial |= networks.run(problem, method, rate, 0, steps, "falling")
-                with options.results.open("a") as file:
-                    file.write(json.dumps(trial) + "\n")
-                print(json.dumps(trial), flush=True)
-                stored[key] = trial["score"] or 0.0
-            return stored[key]
-
-        return score
-
-    table(options, score_of)
+    table(options, read(options.results), train)
 
 
-def read(path: Path) -> dict[tuple[Any, ...], float]:
+def read(path: Path) -> Scores:
     """Return the scores of stored trials; 0 if the loss became non-finite."""
     stored = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         try:
             row = json.loads(line)
-            key = tuple(row[name] for name in ("network", "method", "batch", "steps", "rate"))
-            stored[key] = row["score"] or 0.0
+            stored[tuple(row[name] for name in KEYS)] = row["score"] or 0.0
         except (ValueError, KeyError) as error:
             raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
     return stored
 
 
 def report(options: argparse.Namespace) -> None:
-    stored = read(options.results)
+    def train(key: tuple[Any, ...]) -> float:
+        raise Missing(key)
 
-    def score_of(name: str, method: str, share: int) -> Score:
-        def score(steps: int, rate: float) -> float:
-            key = name, method, share, steps, rate
-            if key not in stored:
-                raise Missing(key)
-            return stored[key]
-
-        return score
-
-    found = table(options, score_of)
+    found = table(options, read(options.results), train)
     if not found:
         raise SystemExit(f"no complete search in {options.results}: begin with `run`")
     for name, methods in found.items():
