@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +24,6 @@ from kfac._optimizer.state import (
 LossOfParams = Callable[[optax.Params], Array]
 
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
-
-
-class Predicted(NamedTuple):
-    """The state of an optimizer that computes its own quadratic model.
-
-    Attributes:
-      blocks: the state of the preconditioner.
-      step: the last step, a tree like the parameters.
-      loss: the loss before this step.
-      change: the predicted change of the loss in this step, without the damping.
-    """
-
-    blocks: Any
-    step: Any
-    loss: Array
-    change: Array
 
 
 def adaptive_damping(
@@ -163,9 +147,7 @@ def adaptive_damping(
         due = count % every == 0
         ratio, worse = lax.cond(
             due | (count <= every) | state.again,
-            lambda: _reduction_ratio(
-                value_fn, params, changes, inner_state, num_examples
-            ),
+            lambda: _reduction_ratio(value_fn, params, changes, num_examples),
             _unmeasured,
         )
         factor = jnp.where(ratio < low, decay**-every, 1.0)
@@ -236,7 +218,6 @@ def _reduction_ratio(
     value_fn: LossOfParams,
     params: optax.Params,
     changes: optax.Updates,
-    inner_state: Any,
     num_examples: int | None,
 ) -> tuple[Array, Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
@@ -249,7 +230,6 @@ def _reduction_ratio(
       value_fn: the loss as a function of the parameters.
       params: the parameters before the step.
       changes: the step.
-      inner_state: the optimizer's state. A `Predicted` holds the loss before the step and its predicted change.
       num_examples: the number of examples over which the loss is averaged, or None.
     """
 
@@ -260,12 +240,7 @@ def _reduction_ratio(
             return x
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
 
-    if isinstance(inner_state, Predicted):
-        before, predicted = inner_state.loss, inner_state.change
-    else:
-        before, predicted = _along(value_fn, params, changes, num_examples)
-    before = averaged(before)
-    predicted = averaged(predicted)
+    before, predicted = map(averaged, _along(value_fn, params, changes, num_examples))
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
     # Negated comparisons are also true for NaN.

@@ -16,7 +16,7 @@ from kfac._checks import check_layers
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
 from kfac._mesh import device_axes
-from kfac._optimizer.adaptive_damping import Predicted, adaptive_damping
+from kfac._optimizer.adaptive_damping import adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 
 STEPS = 6  # of conjugate gradients, per update
@@ -95,10 +95,7 @@ def _quadratic_step(
         )
 
     def init(params):
-        zero = jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
-        blocks = preconditioner(1.0).init(params)
-        last = optax.tree.zeros_like(params)
-        return Predicted(blocks, last, zero, jnp.zeros_like(zero))
+        return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
 
     def update(updates, state, params, *, value_fn, **extra):
         del extra
@@ -110,11 +107,12 @@ def _quadratic_step(
         value, root_of_tree = loss_fn.root(params)
         _, unravel = ravel_pytree(params)
         gradient, _ = ravel_pytree(updates)
-        last, _ = ravel_pytree(state.step)
+        blocks, last = state
+        last, _ = ravel_pytree(last)
         # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
         tx = preconditioner(damping)
-        direction, blocks = tx.update(updates, state.blocks, params)
+        direction, blocks = tx.update(updates, blocks, params)
 
         def root(v):
             return ravel_pytree(root_of_tree(unravel(v)))[0]
@@ -123,14 +121,10 @@ def _quadratic_step(
             return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
 
         pair = jnp.stack([ravel_pytree(direction)[0], last])
-        step, rows = _minimized(pair, gradient, damping, root, precondition)
-        predicted = jnp.vdot(gradient, step) + jnp.sum(jnp.square(rows)) / 2
+        step = _minimized(pair, gradient, damping, root, precondition)
         # Stay in place if the step is not finite.
-        step = unravel(jnp.where(jnp.isfinite(predicted), step, 0))
-        dtype = state.loss.dtype
-        return step, Predicted(
-            blocks, step, value.astype(dtype), predicted.astype(dtype)
-        )
+        step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
+        return step, (blocks, step)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -141,8 +135,8 @@ def _minimized(
     damping: Array,
     root: Product,
     precondition: Product,
-) -> tuple[Array, Array]:
-    """Minimize the quadratic model by conjugate gradients, and return the step `s` and `R s`.
+) -> Array:
+    """Return the step that minimizes the quadratic model by conjugate gradients.
 
     Args:
       pair: two vectors, of which the first step is a linear combination.
@@ -177,4 +171,4 @@ def _minimized(
         return step + rate * along, rows + rate * moved, along, new
 
     initial = step, weights @ rows, 0 * step, 0 * damping
-    return lax.fori_loop(0, STEPS, iterate, initial)[:2]
+    return lax.fori_loop(0, STEPS, iterate, initial)[0]
