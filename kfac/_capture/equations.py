@@ -43,6 +43,10 @@ IDENTITIES = frozenset(
 FORMS = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"}
 )
+# Functions of single entries.
+FUNCTIONS = frozenset(
+    "abs cbrt cos cosh erf exp exp2 expm1 integer_pow log log1p logistic rsqrt sin sinh sqrt square tan tanh".split()
+)
 WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # The programs inside these primitives only combine two elements, so they cannot hide a parameter.
 _COMBINING = ("scatter", "reduce")

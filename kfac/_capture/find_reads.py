@@ -14,7 +14,7 @@ from kfac._capture import axes as axes_lib
 from kfac._capture import shared_rows, uses
 from kfac._capture.axes import Axis
 from kfac._capture.axis_rules import Follow, broadcast_axes
-from kfac._capture.equations import SUMS
+from kfac._capture.equations import FUNCTIONS, SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Program, Value
@@ -156,7 +156,10 @@ class Reads(Findings):
         if op.scan.consts <= k < op.scan.last:
             # Either a learned initial state that is broadcast over the examples, or a kernel that the loop changes.
             changed = op.inner.outputs[k - op.scan.consts] is not op.inner.inputs[k]
-            if changed or Operand(op.inputs[k], state).repeated:
+            operand = Operand(op.inputs[k], state)
+            if changed or operand.repeated:
+                if uses.copies(self, operand):
+                    return Data()
                 return self.meets(state, op, "a scan carries it on and changes it")
         if isinstance(state, Derived):
             return state
@@ -181,10 +184,13 @@ class Reads(Findings):
                 view = replace(view, scaled=True)
             if view.scaled:
                 self.scale(op, operand)
+            view = replace(view, made=(op, operand))
             return [
                 view.moved(axes, moves)
                 for axes, moves in zip(meaning.axes, meaning.moved, strict=True)
             ]
+        if op.name in FUNCTIONS:
+            return [uses.function(self, op, view)]
         state: State | None = None
         if op.name == "gather" and operand == 0:
             state = uses.lookup(self, op, meaning, view)

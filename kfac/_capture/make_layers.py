@@ -103,6 +103,8 @@ class LayerMaker(NamedTuple):
         uses = self.uses[leaves[0]]
         kind = "diagonal"
         read_by = "read by an elementwise sum"
+        if any(use.read.op == "copy" for use in uses):
+            read_by = "copied for each example"
         if any(use.read.op == "mul" for use in uses):
             kind = "unitwise"
             read_by = "elementwise scale"

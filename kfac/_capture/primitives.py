@@ -60,7 +60,8 @@ class Read:
     """An operation that combines a parameter with data, with all facts that a tap needs.
 
     Attributes:
-      op: `"dense"`, `"conv"`, `"embedding"`, `"mul"` or `"add"`.
+      op: `"dense"`, `"conv"` or `"embedding"`; `"add"` for a sum or difference, `"mul"` for any other elementwise
+        operation; `"copy"` if each example gets a copy of the parameter.
       operand: the parameter's position among the inputs.
       x_axes: axes for the data (dense), its patches (conv), the row counts (embedding) or the result (elementwise).
         Axes that the kernel shares, contracted or batched, consist of leaf atoms.
@@ -71,7 +72,6 @@ class Read:
         counted over all atoms.
       geometry: converts the data to the normal form.
       sign: -1 if the parameter is subtracted, otherwise 1.
-      divides: whether the operation is a division.
       groups: in a ragged product, the position of the input with the group sizes. Each copy of the kernel reads a group
         of consecutive rows.
     """
@@ -85,7 +85,6 @@ class Read:
     rows: tuple[tuple[int, int], ...] = ()
     geometry: Dense | Convolution | Lookup = DENSE
     sign: int = 1
-    divides: bool = False
     groups: int | None = None
 
     @property
@@ -135,13 +134,13 @@ def _read(
 
 
 def _read_elementwise(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Read:
-    """Read an elementwise sum, difference, product or quotient of two arrays."""
+    """Read an elementwise function of two arrays."""
     name = eqn.primitive.name
     shape = shapes(eqn.invars)[operand]
     y_axes = broadcast_axes(axes, shape, result_shape(eqn))
     sign = -1 if name == "sub" and operand == 1 else 1
     op = "add" if name in SUMS else "mul"
-    return _read(eqn, operand, op, y_axes, y_axes, sign=sign, divides=name == "div")
+    return _read(eqn, operand, op, y_axes, y_axes, sign=sign)
 
 
 def _read_product(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Meaning:
@@ -320,7 +319,8 @@ def _read_lookup(
 
 
 READS: dict[str, Rule] = {
-    **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _read_elementwise),
+    **dict.fromkeys(SUMS, _read_elementwise),
+    **dict.fromkeys(("mul", "div", "max", "min", "pow"), _read_elementwise),
     "dot_general": _read_product,
     "conv_general_dilated": _read_convolution,
     "gather": _read_lookup,

@@ -135,6 +135,20 @@ class Op:
         """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)
 
+    def derivatives(
+        self, values: Sequence[Array], operand: int, tangent: Array | None
+    ) -> list[Array]:
+        """Return the derivatives of the results along a tangent of input number `operand`. None: a tangent of ones."""
+        if tangent is None:
+            tangent = jnp.ones_like(values[operand])
+
+        def results(value):
+            inputs = list(values)
+            inputs[operand] = value
+            return self.compute(inputs)
+
+        return jax.jvp(results, (values[operand],), (tangent,))[1]
+
     def describe(self) -> str:
         """Return the op's name and its inputs' shapes, for messages."""
         shapes = [str(list(value.shape)) for value in self.inputs]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._capture import equations, primitives
+from kfac._capture import primitives
 from kfac._capture.parameters import chosen
 from kfac._capture.program import Op, Program
 from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
@@ -49,8 +49,8 @@ def _alone(value: MaybeShared) -> Array:
 class Replayed(NamedTuple):
     """An array of the replay.
 
-    If the array is a scaled view of a parameter, `multiplier` holds the factors by which the parameter has been
-    multiplied.
+    If the array is a scaled view of a parameter, `multiplier` holds the derivatives of its entries with respect to the
+    parameter's.
     """
 
     value: MaybeShared
@@ -180,14 +180,8 @@ class _Replay:
 
 def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[Array]:
     """Return each result's multiplier for an op whose input number `operand` is a parameter's view."""
-    value, multiplier = inputs[operand]
-    if multiplier is None:
-        multiplier = jnp.ones_like(_rows(value))
-    if op.name in equations.SUMS:  # an added array does not change the factor
-        return [-multiplier if op.name == "sub" and operand == 1 else multiplier]
     values = [_rows(x.value) for x in inputs]
-    values[operand] = multiplier
-    return op.compute(values)
+    return op.derivatives(values, operand, inputs[operand].multiplier)
 
 
 def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[Any]:

@@ -5,8 +5,8 @@ Each array that `find_reads.py` visits has one of three states:
 - `Data`: an activation, or any other array in which no parameter is followed. It has an `output` while it is the
   unbranched result of a read; a bias or shift can then be joined to the read.
 - `View`: a parameter leaf after casts, reshapes, transposes, slices and scans, axis by axis (`axes.py`). It is `scaled`
-  after an elementwise product with an array that has no axis of examples, as in `(x - mean) * (rsqrt(var) * scale)`. It
-  is `inexact` if a product with it would have no exact rows.
+  after an elementwise operation without examples, as in `(x - mean) * (rsqrt(var) * scale)` or `exp(log_std)`. It is
+  `inexact` if no operation with it has exact rows.
 - `Derived`: an array computed from parameters in any other way. It is harmless unless it meets data; a weight penalty,
   for example, is harmless.
 
@@ -66,11 +66,14 @@ class View:
       axes: the view's axes.
       start: for each leaf axis, the view's first entry, which is not 0 in some slices.
       stack: for each scan around, the atoms it iterates over, if any.
-      scaled: whether it is multiplied by an array without an axis of examples.
-      uniform: False if it is scaled by anything but numbers.
+      scaled: whether its entries are multiples or other functions of the parameter's entries. A factor has no axis of
+        examples.
+      uneven: why a product with it has no exact rows, although an elementwise operation has; empty otherwise.
       mixed: whether it is scaled by an array that depends on the batch.
-      inexact: why a product with it has no exact rows; empty otherwise.
+      inexact: why no operation with it has exact rows; empty otherwise.
       beside: other leaves that it depends on. These have no exact rows.
+      made: the op that computes it from an earlier view, and the position of that view among the op's inputs. None if
+        it is the parameter itself.
     """
 
     leaf: int
@@ -79,10 +82,11 @@ class View:
     start: tuple[int, ...]
     stack: tuple[Axis, ...] = ()
     scaled: bool = False
-    uniform: bool = True
+    uneven: str = ""
     mixed: bool = False
     inexact: str = ""
     beside: Leaves = NONE
+    made: tuple[Op, int] | None = None
     shared: ClassVar[Ops] = frozenset()
 
     @property

@@ -174,21 +174,23 @@ class ElementwiseTap:
         multiplier: Array | None,
         probes: Probes,
     ) -> Residuals:
-        """Return the arrays that `statistics` needs: the array that the parameter is multiplied with, and a multiplier.
+        """Return the arrays that `coefficient` needs: the inputs, except for a sum, and the multiplier."""
+        return () if self.use.read.op == "add" else tuple(values), multiplier
 
-        The array is None for a sum. The multiplier is None if the parameter has not been multiplied before.
-        """
-        read = self.use.read
-        return values[read.other] if read.op == "mul" else None, multiplier
+    def coefficient(
+        self,
+        values: Sequence[Array],
+        multiplier: Array | None,
+    ) -> Array | None:
+        """Return the derivatives of the result with respect to the parameter, without `Read.sign`. None: all are 1."""
+        if not values:
+            return multiplier
+        use = self.use
+        return use.op.derivatives(values, use.read.operand, multiplier)[0]
 
-    def statistics(self, residuals: Residuals, g: Array) -> Array:
-        """Return the gradients, from the arrays of `residuals` and the result's gradient `g`."""
-        read = self.use.read
-        other, coefficient = residuals
-        if other is not None:
-            factor = 1 / other if read.divides else other
-            coefficient = factor if coefficient is None else factor * coefficient
-        return read.sign * example_gradients(g, coefficient, self.arrange)
+    def statistics(self, coefficient: Array | None, g: Array) -> Array:
+        """Return the gradients, from `coefficient` and the result's gradient `g`."""
+        return self.use.read.sign * example_gradients(g, coefficient, self.arrange)
 
 
 Tap = KroneckerTap | ElementwiseTap
@@ -210,7 +212,8 @@ def _backward(tap, residuals, g):
         return optax.tree.cast(tap.statistics(residuals, g), tap.dtype)
 
     if isinstance(tap, ElementwiseTap):
-        return None, g, with_auto_axes(statistics, tap.lies)(residuals, g)
+        coefficient = tap.coefficient(*residuals)
+        return None, g, with_auto_axes(statistics, tap.lies)(coefficient, g)
     if tap.scatter is None:
         return None, g, with_auto_axes(statistics)(residuals, g)
 

@@ -25,6 +25,7 @@ from kfac._capture.states import (
     View,
     leaves_of,
 )
+from kfac._statistics.rows import accumulator
 
 KERNEL_OPS = frozenset({"dense", "conv"})
 
@@ -83,8 +84,8 @@ def _why_inexact(view: View) -> str:
     """Return why a product with a view has no exact rows, or an empty string if it has."""
     if view.inexact:
         return view.inexact
-    if not view.uniform:
-        return "its values are multiplied by others before the product"
+    if view.uneven:
+        return view.uneven
     if view.picks is None:
         return (
             "it reads a slice that is not one of several equal parts of the parameter"
@@ -95,11 +96,9 @@ def _why_inexact(view: View) -> str:
 def elementwise(
     found: Findings, op: Op, read: Read, view: View, other: Operand
 ) -> Data | View | None:
-    """Return the state after a sum or product of a view with data, or None if the op cannot be followed."""
+    """Return the state after an elementwise function of a view and data, or None if the op cannot be followed."""
     value, data = other
     assert isinstance(data, Data)
-    if read.divides and read.operand == 1:
-        return None
     (result,) = op.outputs
     axes = axes_lib.with_rows(read.y_axes, result.axes)
     read = replace(read, x_axes=axes, y_axes=axes)
@@ -122,13 +121,49 @@ def elementwise(
     scaled = view.scaled or multiplied or read.sign < 0
     if scaled:
         found.scale(op, read.operand)
+    uneven = ""
+    if multiplied and not (op.name == "mul" or (op.name == "div" and not read.operand)):
+        uneven = changed_by(op)
+    elif multiplied and value.size > 1:
+        uneven = "its values are multiplied by others before the product"
     return replace(
         view,
         axes=axes,
         scaled=scaled,
-        uniform=view.uniform and (value.size == 1 or not multiplied),
+        uneven=view.uneven or uneven,
         mixed=view.mixed or (value.of_batch and multiplied),
+        made=(op, read.operand),
     )
+
+
+def function(found: Findings, op: Op, view: View) -> View:
+    """Return the state after a function of the entries of a view."""
+    found.scale(op, 0)
+    uneven = view.uneven or changed_by(op)
+    return replace(view, scaled=True, uneven=uneven, made=(op, 0))
+
+
+def changed_by(op: Op) -> str:
+    """Return the reason why a product has no exact rows after an op on its kernel."""
+    return f"it is multiplied by, or made into, something else by {op.name}"
+
+
+def copies(found: Findings, operand: Operand) -> bool:
+    """Record that each example gets a copy of a parameter, as of a class token. Return whether this is so.
+
+    Each example then has a gradient with respect to its own copy, whatever operations follow.
+    """
+    value, view = operand
+    if not isinstance(view, View) or view.inexact or view.beside or not view.made:
+        return False
+    op, position = view.made
+    # Only the results of `op` itself have its taps. Another reader may be a use of its own.
+    if op.outputs != [value] or value.branched or not any(value.grown):
+        return False
+    axes = axes_lib.with_rows(view.axes, value.axes)
+    dtype = accumulator(value.dtype)
+    found.add(Use(Read("copy", position, axes, axes, dtype), view, op))
+    return True
 
 
 def lookup(found: Findings, op: Op, meaning: Meaning, view: View) -> Data | None:
@@ -234,7 +269,10 @@ def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> Sta
         numbers = all(value.size == 1 for value, _ in params)
         if numbers and op.summed and op.name in SUMS:
             return Data()  # a penalty that is added to the loss
-        for _, state in params:
+        for operand in params:
+            state = operand.state
+            if not op.product and copies(found, operand):
+                continue
             why = f"what {how} makes of it has no known rows"
             if op.product and isinstance(state, Derived):
                 why = f"the kernel is computed from it by {state.how}"
@@ -266,9 +304,8 @@ def _combine(
         if scaled:
             found.scale(op, operand)
         return replace(view, scaled=scaled, beside=view.beside | beside)
-    why = f"it is multiplied by, or made into, something else by {op.name}"
     return replace(
         view,
-        inexact=view.inexact or why,
+        inexact=view.inexact or changed_by(op),
         beside=view.beside | (beside - {view.leaf}),
     )

@@ -351,7 +351,7 @@ def test_a_learned_temperature(x64):
     model, params = dense_with(lambda p, x: x * p["temperature"], temperature=())
     check_blocks(model, params, inputs(T, 5), temperature="unitwise")
     model, params = dense_with(lambda p, x: x / jnp.exp(p["temperature"]), temperature=())
-    check_blocks(model, params, inputs(T, 5), temperature="gradient-factors")
+    check_blocks(model, params, inputs(T, 5), temperature="unitwise")
 
 
 def test_layer_scale_and_residual(x64):
@@ -369,64 +369,79 @@ def test_one_scale_for_two_places_and_two_shifts(x64):
     check_blocks(model, params, inputs(T, 5), s="unitwise", a="diagonal", b="diagonal")
 
 
-def test_a_vector_that_divides(x64):
-    model, params = dense_with(lambda p, x: x / (p["v"] ** 2 + 1), v=(C,))
-    check_blocks(model, params, inputs(T, 5), v="gradient-factors")
-
-
-def test_a_gate_read_in_two_ways_has_the_gradients_own_factors(x64):
-    """Check a gate with two reads. Only the first has known per-example gradients, so the sum does not."""
-    model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) / (1 + p["g"] ** 2), g=(C,))
-    check_blocks(model, params, inputs(T, 5), g="gradient-factors")
-
-
-def test_a_gate_and_what_it_leaves_are_two_reads_of_a_scale(x64):
-    model, params = dense_with(lambda p, x: p["g"] * x + (1 - p["g"]) * jnp.sin(x), g=(C,))
+def check_examples(function, name, kind, **shapes):
+    """Check a vector's block against the gradients of single examples, by `jax.vmap`."""
+    model, params = dense_with(function, **shapes)
     x, t = inputs(T, 5)
-    layers = kfac.find_layers(lambda p, *b: model(Hook(), p, *b), params, x, t)
-    assert layers["g"].kind == "unitwise"
-    found = jax.jit(kfac.value_and_grad(lambda p, *b: model(Hook(), p, *b), layers))(params, x, t)[2]["g"].F
-    one = jax.grad(lambda p, x, t: model(Hook(), p, x[None], t[None]))
-    rows = jax.jit(jax.vmap(one, (None, 0, 0)))(params, x, t)["g"]
-    np.testing.assert_allclose(found[:, 0, 0], jnp.mean(rows**2, 0), rtol=1e-10)
+
+    def loss(p, x, t):
+        return model(Hook(), p, x, t)
+
+    layers = kfac.find_layers(loss, params, x, t)
+    assert layers[name].kind == kind
+    found = jax.jit(kfac.value_and_grad(loss, layers))(params, x, t)[2][name].F
+    one = jax.grad(lambda p, x, t: loss(p, x[None], t[None]))
+    rows = jax.jit(jax.vmap(one, (None, 0, 0)))(params, x, t)[name]
+    squares = jnp.mean(rows.reshape(len(x), -1) ** 2, 0)
+    np.testing.assert_allclose(found.reshape(-1), squares, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p, x: x / (p["v"] ** 2 + 1),
+        lambda p, x: 2.0 / (3.0 + jnp.exp(p["v"])) * x,
+        lambda p, x: x * jnp.exp(jnp.clip(p["v"], -0.5, 0.5)),
+        lambda p, x: jnp.abs(x) ** jnp.exp(p["v"]),
+        lambda p, x: x - jnp.tanh(-p["v"]),
+        lambda p, x: jnp.minimum(x, p["v"]),
+        lambda p, x: p["v"] * x + (1 - p["v"]) * jnp.sin(x),
+        lambda p, x: p["v"] * x + jnp.sin(x) / (1 + p["v"] ** 2),
+        lambda p, x: x * jnp.exp(jnp.tile(p["v"][:2], 3)),
+    ],
+    ids=["divides", "quotient", "clipped", "exponent", "subtracted", "minimum", "gate", "two functions", "tile"],
+)
+def test_functions_of_a_vector(x64, function):
+    check_examples(function, "v", "diagonal" if "tanh" in function.__code__.co_names else "unitwise", v=(C,))
+
+
+def test_a_vector_with_a_read_without_known_rows_has_the_gradients_own_factors(x64):
+    model, params = dense_with(lambda p, x: p["g"] * x + jnp.sin(x) * jnp.cumsum(p["g"]), g=(C,))
+    check_blocks(model, params, inputs(T, 5), g="gradient-factors")
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda p, x: jnp.concatenate([jnp.broadcast_to(p["cls"], (len(x), 1, C)), x], axis=1),
+        lambda p, x: jnp.concatenate([jnp.tile(jnp.sin(p["cls"]), (len(x), 2, 1)), x], axis=1),
         lambda p, x: x.at[:, 0].set(p["cls"]),
         lambda p, x: x.at[:, 0].add(p["cls"]),
         lambda p, x: jnp.where(x > 0.5, p["cls"], x),
-        lambda p, x: jnp.maximum(x, p["cls"]),
     ],
-    ids=["concatenate", "set", "add", "where", "maximum"],
+    ids=["concatenate", "tile", "set", "add", "where"],
 )
-def test_a_class_token_has_the_gradients_own_factors(x64, function):
+def test_a_class_token_has_a_row_for_each_example(x64, function):
+    check_examples(function, "cls", "diagonal", cls=(C,))
+
+
+def test_copies_with_two_readers_have_the_gradients_own_factors(x64):
+    """Check copies that are concatenated and added, of which the sum could be a use of its own."""
+
+    def function(p, x):
+        copies = jnp.broadcast_to(p["cls"], (len(x), 1, C))
+        return jnp.concatenate([copies, x + copies], axis=1)
+
     model, params = dense_with(function, cls=(C,))
-    layers = check_blocks(model, params, inputs(T, 5), cls="gradient-factors")
-    assert "has no known rows" in layers["cls"].note
+    check_blocks(model, params, inputs(T, 5), cls="gradient-factors")
 
 
-def test_a_learned_initial_state_of_a_scan_has_the_gradients_own_factors(x64):
-    def model(hook, p, x, t):
-        h = jnp.broadcast_to(p["start"], (len(x), C))
-        for k in range(x.shape[1]):
-            u = hook.layer("in", x[:, k], x[:, k] @ p["in"]["w"])
-            h = jnp.tanh(hook.layer("out", h, h @ p["out"]["w"]) + u)
-        return mean_loss(h, t)
+def test_a_learned_initial_state_of_a_scan_has_a_row_for_each_example(x64):
+    def function(p, x):
+        start = jnp.broadcast_to(p["start"], (len(x), C))
+        return lax.scan(lambda h, x: (jnp.tanh(h + x), None), start, x.swapaxes(0, 1))[0][:, None]
 
-    def loss(p, x, t):
-        def cell(h, x):
-            return jnp.tanh(h @ p["out"]["w"] + x @ p["in"]["w"]), None
-
-        h = jnp.broadcast_to(p["start"], (len(x), C))
-        return mean_loss(lax.scan(cell, h, x.swapaxes(0, 1))[0], t)
-
-    params = tree(**{"in": {"w": (5, C)}, "out": {"w": (C, C)}, "start": (C,)})
-    batch = inputs(T, 5)
-    layers, _ = check_all(loss, params, batch, truth(model, params, batch))
-    assert kinds(layers) == {"in": "dense", "out": "dense", "start": "gradient-factors"}
+    check_examples(function, "start", "diagonal", start=(C,))
 
 
 def test_an_unused_parameter(x64):

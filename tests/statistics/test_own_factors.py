@@ -52,7 +52,7 @@ def parameters():
 
 
 def loss_fn(p, x):
-    h = jnp.tanh(x @ p["in"] + p["b"]) * jnp.exp(p["number"]) + jnp.sum(jnp.sin(p["cube"]), (0, 1))
+    h = jnp.tanh(x @ p["in"] + p["b"]) * jnp.logaddexp(p["number"], 0) + jnp.sum(jnp.sin(p["cube"]), (0, 1))
     h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ jnp.tril(w)), None), h, p["stack"])
     y = h @ jnp.concatenate([p["left"], p["right"]], 1)
     return jnp.mean(jnp.sum(y**2 * jax.nn.softplus(p["temperature"]), -1))

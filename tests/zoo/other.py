@@ -82,7 +82,7 @@ def highway():
     return loss, params, {"x": data(0, 5), "y": tokens(0, below=3)}
 
 
-@specimen("radial basis functions", "distances to learned centres, learned widths", gradient=("log_width",))
+@specimen("radial basis functions", "distances to learned centres, learned widths", functions=("log_width",))
 def radial():
     def loss(p, b):
         distance = jnp.sum((b["x"][:, None] - p["centres"]) ** 2, -1)

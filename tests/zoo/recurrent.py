@@ -146,7 +146,7 @@ def characters():
 
 
 @specimen(
-    "bidirectional network", "one scan forwards, one in reverse, a learned first state", gradient=("back/h", "there/h")
+    "bidirectional network", "one scan forwards, one in reverse, a learned first state", functions=("back/h", "there/h")
 )
 def bidirectional():
     def loss(p, b):
@@ -192,7 +192,9 @@ def s4d():
 
 
 @specimen(
-    "Mamba", "selective state space by `lax.associative_scan`, causal depthwise convolution, gates", gradient=("log_a",)
+    "Mamba",
+    "selective state space by `lax.associative_scan`, causal depthwise convolution, gates",
+    functions=("log_a",),
 )
 def mamba():
     states, inner = 3, 5

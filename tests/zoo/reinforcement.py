@@ -73,7 +73,7 @@ def actor_critic():
 @specimen(
     "PPO over rollouts",
     "rollouts `[n, time]`, a Gaussian policy with a learned deviation, clipped ratios",
-    gradient=("log_std",),
+    functions=("log_std",),
 )
 def ppo():
     def loss(p, b):

@@ -37,6 +37,8 @@ class Specimen:
       interacting: whether examples act on each other, so that a batch is not the sum of its thirds.
       hidden: whether the loss hides its examples, so that `num_examples=` has to give their number.
       gradient: names of the layers that have the gradient's own factors.
+      functions: names of the vectors that act through a function, such as `exp(log_std)`, or by a copy for each
+        example, such as a class token. Their brute force is the gradient of each example alone.
       unreached: names of the layers that no gradient reaches.
       tolerance: relative to the largest entry. It is larger if the model computes in float32.
       alone: whether the model reads arrays that all examples share, such as constant tangents. Brute force then takes
@@ -51,6 +53,7 @@ class Specimen:
     interacting: bool = False
     hidden: bool = False
     gradient: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     tolerance: float = 1e-7
     alone: bool = False
@@ -263,7 +266,10 @@ def compare(
             if max(errors) > tolerance or miscounted:
                 wrong.append(f"{layer.name}: A {errors[0]:.1e}, G {errors[1]:.1e}, s {layer.positions} for {positions}")
         elif layer.kind in ("unitwise", "diagonal"):
-            rows = expected.vectors(layers, layer)
+            if layer.name in case.functions:
+                rows = example_gradients(case, layers, layer)
+            else:
+                rows = expected.vectors(layers, layer)
             assert case.penalised or agree(rows.sum(0), matrices[layer.name][0]), (
                 f"brute force has not seen all of {layer.name}"
             )
@@ -272,6 +278,17 @@ def compare(
             if error > tolerance:
                 wrong.append(f"{layer.name}: F {error:.1e}")
     assert not wrong, "; ".join(wrong)
+
+
+def example_gradients(case: Specimen, layers: kfac.Layers, layer: kfac.types.Layer) -> np.ndarray:
+    """Return the gradients `[n, d_out, 1]` of a vector, from the loss of each example alone."""
+    loss, params, batch = case.build()
+    gradient = jax.jit(jax.grad(loss), compiler_options=FAST)
+    rows = []
+    for k in range(N):
+        grads = jax.tree.leaves(gradient(params, jax.tree.map(lambda x, k=k: x[k : k + 1], batch)))
+        rows.append(np.reshape(grads[layers.paths.index(layer.params[0])], (-1, 1)) / N)
+    return np.stack(rows)
 
 
 def _read(layers: kfac.Layers, grads: list[Any], factors: kfac.Factors) -> Any:

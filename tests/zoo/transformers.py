@@ -193,7 +193,7 @@ class VisionTransformer(nnx.Module):
 @specimen(
     "ViT in nnx",
     "patches by a strided convolution, a class token, `nnx.MultiHeadAttention`",
-    gradient=("token",),
+    functions=("token",),
     tolerance=1e-5,
 )
 def vit():
@@ -416,7 +416,7 @@ def lora_merged():
     return loss, tree(w=(D, V), a=(D, 2), b=(2, V)), {"x": data(0, D), "y": tokens(0, below=V)}
 
 
-@specimen("a soft prompt", "learned vectors before the tokens of each example", gradient=("prompt",))
+@specimen("a soft prompt", "learned vectors before the tokens of each example", functions=("prompt",))
 def prompt():
     def loss(p, b):
         x = p["table"][b["x"]]
