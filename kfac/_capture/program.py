@@ -369,8 +369,9 @@ def _by_all(ways: Iterable[Reached]) -> Reached:
 def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
     """Record which arrays and ops reach the loss, the first result.
 
-    With `roots`, record instead which of them reach the results of these ops; `Op.unmarked` then stays as it is. No
-    gradient flows through integers, booleans, or operations without a gradient, such as `stop_gradient`.
+    With `roots`, record instead which of them reach the results of these ops. `Op.unmarked` and `Value.branched` stay
+    as they are, because they always refer to the loss, as in `find_layers`. No gradient flows through integers,
+    booleans, or operations without a gradient, such as `stop_gradient`.
     """
     loss = Reached() if roots else Reached(live=True, summed=True, unmarked=True)
     _note_reached(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
@@ -392,7 +393,8 @@ def _note_reached(
             ways[value].append(way)
 
     def reached(value: Value) -> Reached:
-        value.branched = len(ways[value]) > 1
+        if not roots:
+            value.branched = len(ways[value]) > 1
         return _by_all(ways[value])
 
     for value, way in zip(program.outputs, results, strict=True):
@@ -409,7 +411,7 @@ def _note_reached(
         if op.inner:
             op.alive |= any(inner.alive for inner in op.inner.ops)
         op.summed = together.summed
-        if not roots:  # `unmarked` always refers to the loss, never to the roots
+        if not roots:
             op.unmarked = together.unmarked
         for value, way in zip(op.inputs, entering, strict=True):
             reach(value, way)

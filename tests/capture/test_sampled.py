@@ -580,6 +580,26 @@ def test_a_loss_of_some_of_the_examples(x64):
     np.testing.assert_allclose(found.G, n / (N / n) * g.T @ g, rtol=1e-10)
 
 
+@pytest.mark.parametrize("reads", ["before the bias", "copies"])
+def test_a_term_without_a_mark_that_reads_an_array_again(x64, reads):
+    """Check that statistics from marks have the layers that `find_layers` found."""
+    params = {"b": jnp.ones(4), "c": jnp.ones(4), "k": normal(0, 3, 4), "w": normal(1, 4, 2)}
+    batch = normal(2, N, 3), normal(3, N, 2)
+
+    def loss(p, batch):
+        x, t = batch
+        before = x @ p["k"]
+        copies = jnp.broadcast_to(p["c"], (len(x), 1, 4))
+        h = jnp.concatenate([copies, (before + p["b"])[:, None]], 1)
+        y = kfac.mark_output(jnp.tanh(h).sum(1) @ p["w"], "gaussian")
+        other = {"before the bias": before, "copies": copies * x[:, :1, None]}[reads]
+        return jnp.mean(jnp.sum((y - t) ** 2, -1)) + 0.01 * jnp.mean(other**2)
+
+    layers = kfac.find_layers(loss, params, batch)
+    for fisher in ("sampled", "expected"):
+        kfac.statistics(loss, layers, fisher=fisher)(params, batch, fisher_key=jax.random.key(0))
+
+
 def test_a_key_of_the_loss_is_passed_on_with_empirical():
     params, x = parameters(np.float32), normal(9, N, D, dtype=np.float32)
 
