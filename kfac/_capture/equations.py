@@ -45,7 +45,8 @@ FORMS = frozenset(
 )
 # Functions of single entries.
 FUNCTIONS = frozenset(
-    "abs cbrt cos cosh erf exp exp2 expm1 integer_pow log log1p logistic rsqrt sin sinh sqrt square tan tanh".split()
+    "abs acos acosh asin asinh atan atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log "
+    "log1p logistic rsqrt sin sinh sqrt square tan tanh".split()
 )
 WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
 # The programs inside these primitives only combine two elements, so they cannot hide a parameter.

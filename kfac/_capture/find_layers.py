@@ -59,8 +59,9 @@ def find_layers(
     dtype operations to the operations that read it:
 
     - The kernel of a matrix product, convolution or lookup gets a Kronecker block, together with its bias.
-    - A normalisation scale gets a unit-wise block, together with its shift.
-    - Any other leaf that is added gets a diagonal block.
+    - A normalisation scale gets a unit-wise block, together with its shift. A vector in another elementwise operation,
+      such as `x / exp(log_std)`, gets such a block by itself.
+    - Any other leaf that is added, or copied for each example like a class token, gets a diagonal block.
     - A leaf that meets data in a way without exact per-example rows gets the gradient's own factors, formed from the
       averaged gradient. The table of layers says why.
 
@@ -327,6 +328,10 @@ def _keep_exact(
     for leaf, of_leaf in uses.items():
         if any(use.read.op in KRONECKER_KINDS for use in of_leaf):
             kernels.add(leaf)
+            # A penalty that each example's loss contains, such as `w[0, 0]`, does not count.
+            uses[leaf] = [
+                use for use in of_leaf if use.read.op != "add" or not use.op.summed
+            ]
     for leaf in kernels - reads.inexact.keys():
         reason, layout = _why_inexact(uses[leaf])
         if reason:
@@ -338,6 +343,11 @@ def _keep_exact(
     # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     for leaf in uses.keys() - kernels - biases:
+        of_function = any(use.view.uneven for use in uses[leaf])
+        if of_function and leaf in reads.apart:
+            reason = "a term of the loss without the examples depends on it, too"
+            reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
+            continue
         if has_example_gradients(uses[leaf], n):
             continue
         reason = "the examples it meets are not told apart, or in another order"

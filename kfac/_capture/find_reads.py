@@ -57,6 +57,11 @@ class Reads(Findings):
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states)
         self.leaked |= loss.shared
+        if isinstance(loss, View) and loss.mixed:
+            self.note(
+                loss.leaf, "the loss", "a mean over the examples is multiplied by it"
+            )
+        self.apart |= loss.leaves
         shared_rows.settle(self)
 
     def _walk(self, program: Program, states: Sequence[State]) -> list[State]:
@@ -115,7 +120,7 @@ class Reads(Findings):
                 return None
             return Output(output.use, meaning.axes[0])
         result = op.outputs[0].shape
-        if op.name == "mul" or (op.name == "div" and k == 0):
+        if uses.is_multiple(op, k):
             # In x * (rsqrt(var) * scale) + shift, the product with x comes between the scale and its shift. The
             # two can share a block as long as they act on the same channels.
             if self.uses[output.use].read.op != "mul":
@@ -129,7 +134,8 @@ class Reads(Findings):
 
     def _scan(self, op: Op, states: Sequence[State]) -> list[State]:
         assert op.inner and op.scan
-        entering = [self._enter_scan(op, k, state) for k, state in enumerate(states)]
+        operands = list(map(Operand, op.inputs, states))
+        entering = [self._enter_scan(op, k, operands) for k in range(len(states))]
         results: list[State] = []
         for k, state in enumerate(self._walk(op.inner, entering)):
             position = op.scan.consts + k
@@ -148,17 +154,18 @@ class Reads(Findings):
                 results.append(Derived(state.leaves, "scan"))
         return results
 
-    def _enter_scan(self, op: Op, k: int, state: State) -> State:
-        """Return the state of an input in a scan's body. `k` is the input's number."""
+    def _enter_scan(self, op: Op, k: int, operands: Operands) -> State:
+        """Return the state of input number `k` in a scan's body."""
         assert op.inner and op.scan
+        operand = operands[k]
+        state = operand.state
         if isinstance(state, Data):
             return Data()
         if op.scan.consts <= k < op.scan.last:
             # Either a learned initial state that is broadcast over the examples, or a kernel that the loop changes.
             changed = op.inner.outputs[k - op.scan.consts] is not op.inner.inputs[k]
-            operand = Operand(op.inputs[k], state)
             if changed or operand.repeated:
-                if uses.copies(self, operand):
+                if uses.copies(self, op, operands, operand, [op.inner.inputs[k]]):
                     return Data()
                 return self.meets(state, op, "a scan carries it on and changes it")
         if isinstance(state, Derived):
@@ -179,26 +186,28 @@ class Reads(Findings):
         if not isinstance(view, View):
             return None
         meaning = op.meaning(operand, view.axes)
+        states: list[Data | View | None] = [None]
         if isinstance(meaning, Follow):
             if op.name == "neg":
                 view = replace(view, scaled=True)
-            if view.scaled:
-                self.scale(op, operand)
-            view = replace(view, made=(op, operand))
-            return [
-                view.moved(axes, moves)
-                for axes, moves in zip(meaning.axes, meaning.moved, strict=True)
-            ]
-        if op.name in FUNCTIONS:
-            return [uses.function(self, op, view)]
-        state: State | None = None
-        if op.name == "gather" and operand == 0:
-            state = uses.lookup(self, op, meaning, view)
+            states = list(map(view.moved, meaning.axes, meaning.moved))
+        elif op.name in FUNCTIONS:
+            states = [uses.function(op, view)]
+        elif op.name == "gather" and operand == 0:
+            states = [uses.lookup(self, op, meaning, view)]
         elif isinstance(meaning, Read):
-            state = uses.elementwise(self, op, meaning, view, operands[meaning.other])
-        if state is None:
-            return None
-        return [state]
+            other = operands[meaning.other]
+            states = [uses.elementwise(self, op, meaning, view, other)]
+        results: list[State] = []
+        for state in states:
+            if state is None:
+                return None
+            if isinstance(state, View):
+                if state.scaled:
+                    self.scale(op, operand)
+                state = replace(state, made=(op, operand))
+            results.append(state)
+        return results
 
 
 def _reads_batch(operands: Operands) -> bool:

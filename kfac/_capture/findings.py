@@ -6,7 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kfac._capture.program import Op
-from kfac._capture.states import Data, Ops, Output, State, Use, View
+from kfac._capture.states import (
+    NONE,
+    Data,
+    Leaves,
+    Ops,
+    Output,
+    State,
+    Use,
+    View,
+)
 from kfac._capture.taps import Plan
 from kfac._layers import KRONECKER_KINDS
 from kfac._leaves import Layout
@@ -38,6 +47,7 @@ class Findings:
       unmarked: whether a parameter meets the batch on a way to the loss without a marked output.
       beside_others: describes a product that reads batch rows concatenated with other rows. Empty if there is no such
         product.
+      apart: the leaves on which the loss also depends without the examples, as in a penalty.
       merged: late uses whose results have met the examples.
       leaked: late uses whose results reach the loss by themselves.
       plan: the parts of a replay's plan that do not depend on taps. `multipliers` maps each op that produces a scaled
@@ -52,6 +62,7 @@ class Findings:
     inexact: dict[int, Inexact] = field(default_factory=dict)
     unmarked: bool = False
     beside_others: str = ""
+    apart: Leaves = NONE
     merged: Ops = frozenset()
     leaked: Ops = frozenset()
     plan: Plan = field(default_factory=Plan)

@@ -108,6 +108,8 @@ class LayerMaker(NamedTuple):
         if any(use.read.op == "mul" for use in uses):
             kind = "unitwise"
             read_by = "elementwise scale"
+            if any(use.view.uneven for use in uses):
+                read_by = "elementwise function"
             if len(leaves) > 1:
                 read_by += " and shift"
         parts = by_part(uses)

@@ -21,7 +21,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from kfac._capture import equations, parameters, primitives
-from kfac._capture.axes import Axes, Axis
+from kfac._capture.axes import Axes, Axis, holds_examples
 
 State = TypeVar("State")
 
@@ -67,6 +67,12 @@ class Value:
         """For each axis, whether it is longer with twice as many examples."""
         twice = self.twice or self.shape
         return tuple(map(operator.ne, self.shape, twice))
+
+    @property
+    def rows(self) -> Axes:
+        """The axes that hold examples, and axes that are longer with twice as many examples."""
+        pairs = zip(self.axes, self.grown, strict=True)
+        return tuple(axis for axis, longer in pairs if longer or holds_examples(axis))
 
 
 @dataclass(eq=False)

@@ -72,8 +72,8 @@ class View:
       mixed: whether it is scaled by an array that depends on the batch.
       inexact: why no operation with it has exact rows; empty otherwise.
       beside: other leaves that it depends on. These have no exact rows.
-      made: the op that computes it from an earlier view, and the position of that view among the op's inputs. None if
-        it is the parameter itself.
+      made: an op that computes a view like this from an earlier view, and the position of the earlier view among the
+        op's inputs. The op's result may be another array, because `made` stays the same at the border of a scan.
     """
 
     leaf: int

@@ -152,7 +152,7 @@ class KroneckerTap:
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseTap:
-    """Per-example gradients `[n, units]` at a single use of a scale or shift.
+    """Per-example gradients `[n, units]` at a single use of a scale, a shift or another vector.
 
     Attributes:
       key: the probe's key.

@@ -5,6 +5,7 @@ Each function returns the state of the operation's result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
@@ -12,7 +13,7 @@ from kfac._capture.axes import Atom, Axes, atoms_of, is_broadcast, is_part
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.primitives import Meaning, Read
-from kfac._capture.program import Op
+from kfac._capture.program import Op, Value
 from kfac._capture.states import (
     Data,
     Derived,
@@ -116,31 +117,33 @@ def elementwise(
         return replace(state, shared=data.shared)
     if data.shared:
         return None
-    multiplied = read.op == "mul"
-    # A sum keeps the gradient up to its sign.
-    scaled = view.scaled or multiplied or read.sign < 0
-    if scaled:
-        found.scale(op, read.operand)
+    if read.op == "add":
+        # A sum keeps the gradient up to its sign.
+        return replace(view, axes=axes, scaled=view.scaled or read.sign < 0)
     uneven = ""
-    if multiplied and not (op.name == "mul" or (op.name == "div" and not read.operand)):
+    if not is_multiple(op, read.operand):
         uneven = changed_by(op)
-    elif multiplied and value.size > 1:
+    elif value.size > 1:
         uneven = "its values are multiplied by others before the product"
     return replace(
         view,
         axes=axes,
-        scaled=scaled,
+        scaled=True,
         uneven=view.uneven or uneven,
-        mixed=view.mixed or (value.of_batch and multiplied),
-        made=(op, read.operand),
+        mixed=view.mixed or result.of_batch,
     )
 
 
-def function(found: Findings, op: Op, view: View) -> View:
+def is_multiple(op: Op, operand: int) -> bool:
+    """Return whether the result of an op is its input number `operand`, multiplied by another input."""
+    return op.name == "mul" or (op.name == "div" and operand == 0)
+
+
+def function(op: Op, view: View) -> View:
     """Return the state after a function of the entries of a view."""
-    found.scale(op, 0)
     uneven = view.uneven or changed_by(op)
-    return replace(view, scaled=True, uneven=uneven, made=(op, 0))
+    mixed = view.mixed or op.outputs[0].of_batch
+    return replace(view, scaled=True, uneven=uneven, mixed=mixed)
 
 
 def changed_by(op: Op) -> str:
@@ -148,21 +151,47 @@ def changed_by(op: Op) -> str:
     return f"it is multiplied by, or made into, something else by {op.name}"
 
 
-def copies(found: Findings, operand: Operand) -> bool:
+# The operations that put copies of a parameter next to the examples' data.
+COPIES = frozenset({"concatenate", "scatter", "scatter-add", "select_n", "stack"})
+
+
+def copies(
+    found: Findings,
+    op: Op,
+    operands: Operands,
+    operand: Operand,
+    results: Sequence[Value],
+) -> bool:
     """Record that each example gets a copy of a parameter, as of a class token. Return whether this is so.
 
-    Each example then has a gradient with respect to its own copy, whatever operations follow.
+    Each example then has a gradient with respect to its own copy, whatever operations follow. The copies are alike, so
+    their order is that of the data beside them: all arrays at the op must have the examples in order on a single axis.
+
+    Args:
+      found: the findings.
+      op: the operation that reads the copies.
+      operands: its inputs.
+      operand: the copies.
+      results: its results, or in a scan the carry that the copies become.
     """
     value, view = operand
     if not isinstance(view, View) or view.inexact or view.beside or not view.made:
         return False
-    op, position = view.made
-    # Only the results of `op` itself have its taps. Another reader may be a use of its own.
-    if op.outputs != [value] or value.branched or not any(value.grown):
+    made, position = view.made
+    # Only the results of the op `made` itself have its taps. Another reader may be a use of its own.
+    if made.outputs != [value] or value.branched:
+        return False
+    data = [x.value for x in operands if any(x.value.grown)]
+    if not any(x.from_arguments for x in data) or not any(value.grown):
+        return False
+    in_order = (axes_lib.examples(found.n or 0),)
+    if found.n != 1 and any(x.rows != in_order for x in (*data, *results)):
+        return False
+    if op.name.startswith("scatter") and any(op.inputs[1].grown):
         return False
     axes = axes_lib.with_rows(view.axes, value.axes)
     dtype = accumulator(value.dtype)
-    found.add(Use(Read("copy", position, axes, axes, dtype), view, op))
+    found.add(Use(Read("copy", position, axes, axes, dtype), view, made))
     return True
 
 
@@ -267,11 +296,14 @@ def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> Sta
     result = op.outputs[0]
     if any(x.meets_data for x in operands):
         numbers = all(value.size == 1 for value, _ in params)
-        if numbers and op.summed and op.name in SUMS:
+        mixed = any(isinstance(x.state, View) and x.state.mixed for x in params)
+        if numbers and op.summed and op.name in SUMS and not mixed:
+            found.apart |= leaves_of(params)
             return Data()  # a penalty that is added to the loss
         for operand in params:
             state = operand.state
-            if not op.product and copies(found, operand):
+            of_copies = op.name in COPIES
+            if of_copies and copies(found, op, operands, operand, op.outputs):
                 continue
             why = f"what {how} makes of it has no known rows"
             if op.product and isinstance(state, Derived):

@@ -372,13 +372,15 @@ def test_one_scale_for_two_places_and_two_shifts(x64):
 def check_examples(function, name, kind, **shapes):
     """Check a vector's block against the gradients of single examples, by `jax.vmap`."""
     model, params = dense_with(function, **shapes)
-    x, t = inputs(T, 5)
+    check_rows(lambda p, x, t: model(Hook(), p, x, t), params, inputs(T, 5), name, kind)
 
-    def loss(p, x, t):
-        return model(Hook(), p, x, t)
 
+def check_rows(loss, params, batch, name, kind):
+    x, t = batch
     layers = kfac.find_layers(loss, params, x, t)
     assert layers[name].kind == kind
+    if kind == "gradient-factors":
+        return
     found = jax.jit(kfac.value_and_grad(loss, layers))(params, x, t)[2][name].F
     one = jax.grad(lambda p, x, t: loss(p, x[None], t[None]))
     rows = jax.jit(jax.vmap(one, (None, 0, 0)))(params, x, t)[name]
@@ -387,22 +389,22 @@ def check_examples(function, name, kind, **shapes):
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("kind", "function"),
     [
-        lambda p, x: x / (p["v"] ** 2 + 1),
-        lambda p, x: 2.0 / (3.0 + jnp.exp(p["v"])) * x,
-        lambda p, x: x * jnp.exp(jnp.clip(p["v"], -0.5, 0.5)),
-        lambda p, x: jnp.abs(x) ** jnp.exp(p["v"]),
-        lambda p, x: x - jnp.tanh(-p["v"]),
-        lambda p, x: jnp.minimum(x, p["v"]),
-        lambda p, x: p["v"] * x + (1 - p["v"]) * jnp.sin(x),
-        lambda p, x: p["v"] * x + jnp.sin(x) / (1 + p["v"] ** 2),
-        lambda p, x: x * jnp.exp(jnp.tile(p["v"][:2], 3)),
+        ("unitwise", lambda p, x: x / (p["v"] ** 2 + 1)),
+        ("unitwise", lambda p, x: 2.0 / (3.0 + jnp.exp(p["v"])) * x),
+        ("unitwise", lambda p, x: x * jnp.exp(jnp.clip(p["v"], -0.5, 0.5))),
+        ("unitwise", lambda p, x: jnp.abs(x) ** jnp.exp(p["v"])),
+        ("diagonal", lambda p, x: x - jnp.tanh(-p["v"])),
+        ("unitwise", lambda p, x: jnp.minimum(x, p["v"])),
+        ("unitwise", lambda p, x: p["v"] * x + (1 - p["v"]) * jnp.sin(x)),
+        ("unitwise", lambda p, x: p["v"] * x + jnp.sin(x) / (1 + p["v"] ** 2)),
+        ("unitwise", lambda p, x: x * jnp.exp(jnp.tile(p["v"][:2], 3))),
     ],
     ids=["divides", "quotient", "clipped", "exponent", "subtracted", "minimum", "gate", "two functions", "tile"],
 )
-def test_functions_of_a_vector(x64, function):
-    check_examples(function, "v", "diagonal" if "tanh" in function.__code__.co_names else "unitwise", v=(C,))
+def test_functions_of_a_vector(x64, kind, function):
+    check_examples(function, "v", kind, v=(C,))
 
 
 def test_a_vector_with_a_read_without_known_rows_has_the_gradients_own_factors(x64):
@@ -423,6 +425,80 @@ def test_a_vector_with_a_read_without_known_rows_has_the_gradients_own_factors(x
 )
 def test_a_class_token_has_a_row_for_each_example(x64, function):
     check_examples(function, "cls", "diagonal", cls=(C,))
+
+
+def with_token(x, v):
+    return jnp.concatenate([jnp.broadcast_to(v, (len(x), 1, C)), x], axis=1)
+
+
+def sorted_inside(x, v):
+    order = jnp.argsort(x[:, 0, 0])
+    h = with_token(jnp.tanh(with_token(x, v))[order], v)
+    return h[jnp.argsort(order)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        sorted_inside,
+        lambda x, v: with_token((x * jnp.exp(v))[::-1], v)[::-1],
+        lambda x, v: with_token(x, v) + with_token(x[::-1], v)[::-1],
+        lambda x, v: with_token(x, v) + jnp.roll(with_token(jnp.roll(x, 1, 0), v), -1, 0),
+        lambda x, v: jnp.concatenate([jnp.broadcast_to(v, (len(x), 2, C)).reshape(2, -1, C).swapaxes(0, 1), x], 1),
+        lambda x, v: jnp.concatenate(
+            [jnp.broadcast_to(v, (T, len(x), C)).reshape(-1, C), x.reshape(-1, C)], 1
+        ).reshape(len(x), T, 2 * C)[..., C // 2 : 3 * C // 2],
+        lambda x, v: x * v + jnp.where(x > 0, jnp.broadcast_to(v, (len(x), T, C))[::-1], x),
+        lambda x, v: x * v + lax.scan(
+            lambda h, y: (jnp.tanh(h + y), h), jnp.broadcast_to(v, (len(x), C)), x[::-1].swapaxes(0, 1)
+        )[1].swapaxes(0, 1)[::-1],
+    ],
+    ids=["sort", "scaled", "both", "roll", "reshape", "merged", "where", "scan"],
+)  # fmt: skip
+def test_copies_beside_data_in_another_order_have_the_gradients_own_factors(x64, function):
+    model, params = dense_with(lambda p, x: function(x, p["v"]), v=(C,))
+    x, t = inputs(T, 5)
+
+    def loss(p, x, t):
+        return model(Hook(), p, x, t)
+
+    layers = kfac.find_layers(loss, params, x, t)
+    if layers["v"].kind != "gradient-factors":
+        check_rows(loss, params, (x, t), "v", layers["v"].kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("unitwise", lambda z, v: mean_square(z / v)),
+        ("gradient-factors", lambda z, v: mean_square(z / v) * v**2),
+        ("gradient-factors", lambda z, v: mean_square(z * v) * v),
+        ("gradient-factors", lambda z, v: mean_square(z / jnp.exp(v)) * jnp.exp(v) ** 2 + 0.1 * jnp.exp(v)),
+        ("gradient-factors", lambda z, v: mean_square(z / jnp.exp(v)) + v),
+        ("unitwise", lambda z, v: mean_square(z / jnp.exp(v) + v)),
+    ],
+    ids=["divides", "square after the mean", "after the mean", "penalty", "without examples", "inside the mean"],
+)
+def test_a_number_that_acts_after_the_mean(x64, kind, loss):
+    params = tree(**{"in": {"w": (5, C)}, "v": ()})
+    check_rows(lambda p, x, t: loss(jnp.tanh(x @ p["in"]["w"]), p["v"]), params, inputs(T, 5), "v", kind)
+
+
+def mean_square(z):
+    return jnp.mean(jnp.sum(z**2, (1, 2)))
+
+
+@pytest.mark.parametrize(
+    "penalty", [lambda w: w[0, 0] ** 2, lambda w: w[1, 1], lambda w: jnp.exp(w[0, 0])], ids=["square", "plain", "exp"]
+)
+def test_a_penalty_on_an_entry_in_the_loss_of_each_example(x64, penalty):
+    params = tree(**{"in": {"w": (5, C)}})
+    x, t = inputs(5)
+
+    def loss(p, x, t):
+        return jnp.mean(jax.vmap(lambda x: jnp.sum(jnp.tanh(x @ p["in"]["w"]) ** 2) + penalty(p["in"]["w"]))(x))
+
+    assert kfac.find_layers(loss, params, x, t)["in"].kind == "dense"
 
 
 def test_copies_with_two_readers_have_the_gradients_own_factors(x64):
