@@ -343,17 +343,15 @@ def _keep_exact(
     # A bias is a column of its kernel's matrix, so the examples that the bias meets need not be known.
     biases = {companions[leaf] for leaf in kernels & companions.keys()}
     for leaf in uses.keys() - kernels - biases:
-        of_function = any(use.view.uneven for use in uses[leaf])
-        if of_function and leaf in reads.apart:
+        reason = ""
+        if leaf in reads.apart and any(use.view.uneven for use in uses[leaf]):
             reason = "a term of the loss without the examples depends on it, too"
+        elif not has_example_gradients(uses[leaf], n):
+            reason = "the examples it meets are not told apart, or in another order"
+            if n is None:
+                reason = "which examples it meets is not known"
+        if reason:
             reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
-            continue
-        if has_example_gradients(uses[leaf], n):
-            continue
-        reason = "the examples it meets are not told apart, or in another order"
-        if n is None:
-            reason = "which examples it meets is not known"
-        reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
     # Drop the pairs in which a leaf has just been removed.
     pairs = companions.items()
     return kernels, {a: b for a, b in pairs if a in uses and b in uses}

@@ -58,9 +58,8 @@ class Reads(Findings):
         loss, *_ = self._walk(traced.program, states)
         self.leaked |= loss.shared
         if isinstance(loss, View) and loss.mixed:
-            self.note(
-                loss.leaf, "the loss", "a mean over the examples is multiplied by it"
-            )
+            for leaf in loss.leaves:
+                self.note(leaf, "the loss", "it multiplies a mean over the examples")
         self.apart |= loss.leaves
         shared_rows.settle(self)
 

@@ -164,8 +164,8 @@ def copies(
 ) -> bool:
     """Record that each example gets a copy of a parameter, as of a class token. Return whether this is so.
 
-    Each example then has a gradient with respect to its own copy, whatever operations follow. The copies are alike, so
-    their order is that of the data beside them: all arrays at the op must have the examples in order on a single axis.
+    Each example then has a gradient with respect to its own copy, whatever operations follow. The copies are equal, so
+    the other inputs decide which example owns which copy: every array must have the examples in order on a single axis.
 
     Args:
       found: the findings.
@@ -296,7 +296,7 @@ def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> Sta
     result = op.outputs[0]
     if any(x.meets_data for x in operands):
         numbers = all(value.size == 1 for value, _ in params)
-        mixed = any(isinstance(x.state, View) and x.state.mixed for x in params)
+        mixed = any(x.meets_data for x in params)
         if numbers and op.summed and op.name in SUMS and not mixed:
             found.apart |= leaves_of(params)
             return Data()  # a penalty that is added to the loss

@@ -370,12 +370,14 @@ def test_one_scale_for_two_places_and_two_shifts(x64):
 
 
 def check_examples(function, name, kind, **shapes):
-    """Check a vector's block against the gradients of single examples, by `jax.vmap`."""
+    """Check a vector's block against the gradients of single examples, and the kernels' blocks against brute force."""
     model, params = dense_with(function, **shapes)
+    check_blocks(model, params, inputs(T, 5), **{name: kind})
     check_rows(lambda p, x, t: model(Hook(), p, x, t), params, inputs(T, 5), name, kind)
 
 
 def check_rows(loss, params, batch, name, kind):
+    """Check the kind of a vector, and its block against the gradients of single examples by `jax.vmap`."""
     x, t = batch
     layers = kfac.find_layers(loss, params, x, t)
     assert layers[name].kind == kind
@@ -455,16 +457,11 @@ def sorted_inside(x, v):
     ],
     ids=["sort", "scaled", "both", "roll", "reshape", "merged", "where", "scan"],
 )  # fmt: skip
-def test_copies_beside_data_in_another_order_have_the_gradients_own_factors(x64, function):
+def test_copies_next_to_data_in_another_order_have_the_gradients_own_factors(x64, function):
     model, params = dense_with(lambda p, x: function(x, p["v"]), v=(C,))
     x, t = inputs(T, 5)
-
-    def loss(p, x, t):
-        return model(Hook(), p, x, t)
-
-    layers = kfac.find_layers(loss, params, x, t)
-    if layers["v"].kind != "gradient-factors":
-        check_rows(loss, params, (x, t), "v", layers["v"].kind)
+    layers = kfac.find_layers(lambda p, x, t: model(Hook(), p, x, t), params, x, t)
+    assert layers["v"].kind == "gradient-factors"
 
 
 @pytest.mark.parametrize(
@@ -482,6 +479,18 @@ def test_copies_beside_data_in_another_order_have_the_gradients_own_factors(x64,
 def test_a_number_that_acts_after_the_mean(x64, kind, loss):
     params = tree(**{"in": {"w": (5, C)}, "v": ()})
     check_rows(lambda p, x, t: loss(jnp.tanh(x @ p["in"]["w"]), p["v"]), params, inputs(T, 5), "v", kind)
+
+
+def test_a_sum_of_numbers_that_multiplies_the_mean(x64):
+    """Check that neither number loses the part of its gradient that comes after the mean."""
+    params = tree(**{"in": {"w": (5, C)}, "u": (), "v": ()})
+
+    def loss(p, x, t):
+        z = jnp.tanh(x @ p["in"]["w"])
+        return mean_square(z * p["u"]) * (p["v"] + p["u"])
+
+    layers = kfac.find_layers(loss, params, *inputs(T, 5))
+    assert layers["u"].kind == layers["v"].kind == "gradient-factors"
 
 
 def mean_square(z):
@@ -509,15 +518,30 @@ def test_copies_with_two_readers_have_the_gradients_own_factors(x64):
         return jnp.concatenate([copies, x + copies], axis=1)
 
     model, params = dense_with(function, cls=(C,))
-    check_blocks(model, params, inputs(T, 5), cls="gradient-factors")
+    layers = check_blocks(model, params, inputs(T, 5), cls="gradient-factors")
+    assert "has no known rows" in layers["cls"].note
 
 
 def test_a_learned_initial_state_of_a_scan_has_a_row_for_each_example(x64):
-    def function(p, x):
-        start = jnp.broadcast_to(p["start"], (len(x), C))
-        return lax.scan(lambda h, x: (jnp.tanh(h + x), None), start, x.swapaxes(0, 1))[0][:, None]
+    def model(hook, p, x, t):
+        h = jnp.broadcast_to(p["start"], (len(x), C))
+        for k in range(x.shape[1]):
+            u = hook.layer("in", x[:, k], x[:, k] @ p["in"]["w"])
+            h = jnp.tanh(hook.layer("out", h, h @ p["out"]["w"]) + u)
+        return mean_loss(h, t)
 
-    check_examples(function, "start", "diagonal", start=(C,))
+    def loss(p, x, t):
+        def cell(h, x):
+            return jnp.tanh(h @ p["out"]["w"] + x @ p["in"]["w"]), None
+
+        h = jnp.broadcast_to(p["start"], (len(x), C))
+        return mean_loss(lax.scan(cell, h, x.swapaxes(0, 1))[0], t)
+
+    params = tree(**{"in": {"w": (5, C)}, "out": {"w": (C, C)}, "start": (C,)})
+    batch = inputs(T, 5)
+    layers, _ = check_all(loss, params, batch, truth(model, params, batch))
+    assert kinds(layers) == {"in": "dense", "out": "dense", "start": "diagonal"}
+    check_rows(loss, params, batch, "start", "diagonal")
 
 
 def test_an_unused_parameter(x64):
