@@ -59,11 +59,11 @@ def test_each_batch_draws_for_itself():
 
 def test_what_has_the_gradients_own_factors_is_left_to_the_optimizer():
     def loss(params, batch):
-        return jnp.square(batch[0] @ params["w"] * jnp.exp(params["temperature"])).mean()
+        return jnp.square(batch[0] @ params["w"] * jnp.linalg.norm(params["scale"])).mean()
 
-    params, (several, one) = {"temperature": jnp.ones(()), "w": normal(6, 4, 1)}, parts([8, 8])
+    params, (several, one) = {"scale": normal(7, 3), "w": normal(6, 4, 1)}, parts([8, 8])
     found = kfac.find_layers(loss, params, one)
-    assert found["temperature"].kind == "gradient-factors"
+    assert found["scale"].kind == "gradient-factors"
     estimate = kfac.curvature.estimate_factors(loss, found, params, several)
     assert list(estimate) == ["w"]
     assert_same(estimate, kfac.value_and_grad(loss, found)(params, one)[2])
