@@ -37,6 +37,7 @@ Some methods have stored results only:
 - "kfac-square-pieces": the default that cut all dense kernels with 256 or more rows into pieces. Networks without such
   kernels have "kfac" for it. With "-0.99" or "-0.99-0.95", its decay and momentum.
 - "kfac-own-mask-token": the default that gave the masked autoencoder's mask token the gradient's own factors.
+- "kfac-long-mask-token": the default that gave this mask token steps of the same length as other vectors.
 - "kfac-in-one-pass": the default with statistics in the gradient's backward pass.
 """
 

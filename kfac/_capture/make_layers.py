@@ -114,12 +114,15 @@ class LayerMaker(NamedTuple):
                 read_by += " and shift"
         parts = by_part(uses)
         rows = max(sum(use.rows for use in part) for part in parts)
+        positions = self._positions(rows)
         return self._layer(
             leaves,
             kind,
             [self._vector(leaves[0])] * len(leaves),
             f"{read_by}: per-example gradients",
-            positions=self._positions(rows),
+            positions=positions,
+            # A vector that is added at several positions, such as a mask token, moves them all in the same direction.
+            overlap=1 / positions if kind == "diagonal" and positions else 1.0,
             uses=_count_uses(parts),
         )
 

@@ -127,7 +127,7 @@ def check_same(expected: Layers, found: Layers) -> None:
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        # The overlap depends on the image size, and only `find_layers` cuts factors.
+        # The overlap depends on the number of positions, and only `find_layers` cuts factors.
         if a == dataclasses.replace(
             b, overlap=a.overlap, num_blocks=a.num_blocks, diagonal=a.diagonal
         ):

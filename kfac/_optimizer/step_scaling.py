@@ -81,10 +81,11 @@ class ScalingConfig:
         The length is the spectral norm for a kernel, and the root mean square otherwise.
         """
         multiplier = (self.layer_multipliers or {}).get(layer.name, 1.0)
+        multiplier *= layer.overlap**0.5
         if not kernel:
             return multiplier * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
-        return multiplier * (layer.overlap * max(1.0, layer.d_out / d_in)) ** 0.5
+        return multiplier * max(1.0, layer.d_out / d_in) ** 0.5
 
 
 class MomentumState(NamedTuple):
@@ -233,11 +234,11 @@ def normalize_step(
 
     The largest singular value of a kernel's step becomes `sqrt(overlap max(1, d_out / d_in))`, so that outputs change
     equally in networks of any width (the spectral condition of Yang, Simon & Bernstein 2023, arXiv:2310.17813). Power
-    iterations estimate this norm from below, so the real norm may be up to a fifth larger. A
-    convolution applies its kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled
-    like its kernel. The step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS`, over its
-    nonzero elements. These lengths include the layer's multiplier. A block with a zero gradient gets a zero step,
-    because its momentum, however small, would be rescaled to the full length.
+    iterations estimate this norm from below, so the real norm may be up to a fifth larger. A convolution applies its
+    kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled like its kernel. The
+    step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS` over its nonzero elements, or
+    less if it is added at several positions. These lengths include the layer's multiplier. A block with a zero
+    gradient gets a zero step, because its momentum, however small, would be rescaled to the full length.
 
     With a `coefficient`, the trust ratio, the norm of each kernel's step becomes `coefficient` times the kernel's norm,
     as in `optax.scale_by_trust_ratio`. No other step changes.
