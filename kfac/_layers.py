@@ -73,7 +73,8 @@ class Layer:
         layers in reverse order.
       overlap: a factor on the squared length of a step. For a convolution, it is the number of windows that hold an
         input position away from the edges: 9 for 3 x 3, or 2.25 with stride 2. If several convolutions read the kernel,
-        it is their maximum. For a vector that each example adds at `p` positions, it is `1 / p`. Other layers have 1.
+        it is their maximum. For a vector that is copied to `p` positions of each example, it is `1 / p`. Other layers
+        have 1.
 
     For example, three stacked kernels with 10,000 inputs and `num_blocks=(2, 1)` have these shapes of `A`: `(5000,
     5000)` in `block_shapes`, `(2, 5000, 5000)` in `side_shapes` and `(3, 2, 5000, 5000)` in `factor_shapes`.

@@ -102,9 +102,8 @@ class LayerMaker(NamedTuple):
         """Make the layer of a scale and its shift, if any, or of another vector."""
         uses = self.uses[leaves[0]]
         kind = "diagonal"
-        read_by = "read by an elementwise sum"
-        if any(use.read.op == "copy" for use in uses):
-            read_by = "copied for each example"
+        copied = any(use.read.op == "copy" for use in uses)
+        read_by = "copied for each example" if copied else "read by an elementwise sum"
         if any(use.read.op == "mul" for use in uses):
             kind = "unitwise"
             read_by = "elementwise scale"
@@ -121,8 +120,8 @@ class LayerMaker(NamedTuple):
             [self._vector(leaves[0])] * len(leaves),
             f"{read_by}: per-example gradients",
             positions=positions,
-            # A vector that is added at several positions, such as a mask token, moves them all in the same direction.
-            overlap=1 / positions if kind == "diagonal" and positions else 1.0,
+            # A vector that is copied to several positions, such as a mask token, moves them all in the same direction.
+            overlap=1 / positions if copied and positions else 1.0,
             uses=_count_uses(parts),
         )
 

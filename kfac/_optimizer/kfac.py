@@ -93,7 +93,7 @@ def kfac(
         dense kernel. Six power iterations estimate the singular value from below. A bias is scaled like its kernel.
         Each copy of a stacked kernel is scaled separately. The steps of other parameters with a block, such as
         embeddings and normalisation scales, have a root mean square of `0.1 * learning_rate` over their nonzero
-        elements. For a vector that each example adds at `p` positions, such as a mask token, this is divided by
+        elements. If a vector is copied to `p` positions of each example, as a mask token is, this is divided by
         `sqrt(p)`. A layer with a zero gradient gets a zero step. The steps of skipped parameters are not rescaled.
 
         If a normalisation follows a kernel, only the kernel's direction affects the loss. The step then first loses

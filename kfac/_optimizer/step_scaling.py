@@ -237,7 +237,7 @@ def normalize_step(
     iterations estimate this norm from below, so the real norm may be up to a fifth larger. A convolution applies its
     kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled like its kernel. The
     step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS` over its nonzero elements, or
-    less if it is added at several positions. These lengths include the layer's multiplier. A block with a zero
+    less if it is copied to several positions. These lengths include the layer's multiplier. A block with a zero
     gradient gets a zero step, because its momentum, however small, would be rescaled to the full length.
 
     With a `coefficient`, the trust ratio, the norm of each kernel's step becomes `coefficient` times the kernel's norm,
