@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "kfac"
 
 # The limits. Tokens and lines exclude docstrings, comments and blank lines. Lower a limit whenever the package gets
 # below it.
-TOKENS = 100_474
-CORE_TOKENS = 92_627
+TOKENS = 100_471
+CORE_TOKENS = 92_624
 TOKENS_PER_LINE = 8.8
 ANY_SHARE = 0.05  # arguments whose annotation contains `Any`, as a share of all annotated arguments
 FUNCTION = 60  # lines of a function

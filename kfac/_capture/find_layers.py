@@ -346,10 +346,10 @@ def _keep_exact(
         reason = ""
         if leaf in reads.apart and any(use.view.uneven for use in uses[leaf]):
             reason = "a term of the loss without the examples depends on it, too"
+        elif n is None:
+            reason = "which examples it meets is not known"
         elif not has_example_gradients(uses[leaf], n):
             reason = "the examples it meets are not told apart, or in another order"
-            if n is None:
-                reason = "which examples it meets is not known"
         if reason:
             reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
     # Drop the pairs in which a leaf has just been removed.

@@ -191,7 +191,7 @@ class Reads(Findings):
                 view = replace(view, scaled=True)
             states = list(map(view.moved, meaning.axes, meaning.moved))
         elif op.name in FUNCTIONS:
-            states = [uses.function(op, view)]
+            states = [uses.after_function(op, view, uses.changed_by(op))]
         elif op.name == "gather" and operand == 0:
             states = [uses.lookup(self, op, meaning, view)]
         elif isinstance(meaning, Read):

@@ -125,13 +125,7 @@ def elementwise(
         uneven = changed_by(op)
     elif value.size > 1:
         uneven = "its values are multiplied by others before the product"
-    return replace(
-        view,
-        axes=axes,
-        scaled=True,
-        uneven=view.uneven or uneven,
-        mixed=view.mixed or result.of_batch,
-    )
+    return after_function(op, replace(view, axes=axes), uneven)
 
 
 def is_multiple(op: Op, operand: int) -> bool:
@@ -139,11 +133,10 @@ def is_multiple(op: Op, operand: int) -> bool:
     return op.name == "mul" or (op.name == "div" and operand == 0)
 
 
-def function(op: Op, view: View) -> View:
-    """Return the state after a function of the entries of a view."""
-    uneven = view.uneven or changed_by(op)
+def after_function(op: Op, view: View, uneven: str) -> View:
+    """Return the state after an op whose entries are functions of the view's entries. `uneven` is as in `View`."""
     mixed = view.mixed or op.outputs[0].of_batch
-    return replace(view, scaled=True, uneven=uneven, mixed=mixed)
+    return replace(view, scaled=True, uneven=view.uneven or uneven, mixed=mixed)
 
 
 def changed_by(op: Op) -> str:
@@ -295,9 +288,8 @@ def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> Sta
     how = derived[0] if derived else op.name
     result = op.outputs[0]
     if any(x.meets_data for x in operands):
-        numbers = all(value.size == 1 for value, _ in params)
-        mixed = any(x.meets_data for x in params)
-        if numbers and op.summed and op.name in SUMS and not mixed:
+        numbers = all(x.value.size == 1 and not x.meets_data for x in params)
+        if numbers and op.summed and op.name in SUMS:
             found.apart |= leaves_of(params)
             return Data()  # a penalty that is added to the loss
         for operand in params:

@@ -161,10 +161,7 @@ def adaptive_damping(
         # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
         # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
-        inner_state = on_states(
-            lambda x: x._replace(observe_damping=x.observe_damping * (new / damping)),
-            inner_state,
-        )
+        inner_state = _scale_damping(inner_state, new / damping)
         return changes, AdaptiveDampingState(
             count, new, ratio, inner_state, state.rejected_steps + worse, worse
         )
@@ -203,6 +200,13 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
             "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
             "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
         )
+
+
+def _scale_damping(inner_state: Any, factor: Array) -> Any:
+    """Scale the damping with which the next `observe` computes inverses."""
+    return on_states(
+        lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
+    )
 
 
 def _unmeasured() -> tuple[Array, Array]:
