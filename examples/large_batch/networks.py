@@ -1,6 +1,7 @@
 """Compare K-FAC's defaults with SOAP, Muon, AdamW, LARS, LAMB and SGD on several kinds of networks.
 
     python examples/large_batch/networks.py run --data-dir data/cifar10
+    python examples/large_batch/networks.py bracket --methods muon --rates 0.03    # search for the best rate
     python examples/large_batch/networks.py report
     python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds per step
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile
@@ -10,6 +11,9 @@ All methods train for 60 steps at batch size N/10 (`--batch 10`) with the study'
 of the steps and then falls to zero. `--schedule tail` scores the mean weights over the last tenth of the steps.
 `--schedule average` keeps the rate constant after its warm-up, and scores the mean weights over the last quarter of
 the steps. Trials that are already in --results are not repeated.
+
+`bracket` starts with --rates, and then tries half and twice the best rate until both of its neighbours are no better. A
+row has the processor seconds of all steps without compiling, and the seconds that compiling adds to the first step.
 
 The methods are:
 
@@ -21,7 +25,10 @@ The methods are:
 - "kfac-every-step": statistics from all examples in every step.
 - "kfac-cholesky": the same with `preconditioner=kfac.Cholesky()`.
 - "soap": published SOAP, with Shampoo's matrices.
-- "muon", "adamw", "lars", "lamb", "sgd": the methods in `methods.py`, except for "muon", which is defined here.
+- "muon": Muon, whose Adam has 0.3 times the rate for tables, heads and vectors.
+- "muon-adam-1", "muon-adam-3": the same with 1 and 3 times the rate. `bracket` starts with Muon's best rate and its
+  neighbours.
+- "adamw", "lars", "lamb", "sgd": the methods in `methods.py`.
 
 Some methods have stored results only:
 
@@ -71,6 +78,7 @@ from flax import linen as nn  # noqa: E402
 
 import first_attempt  # noqa: E402
 import kfac  # noqa: E402
+import brackets  # noqa: E402
 import methods  # noqa: E402
 import models  # noqa: E402
 import simple  # noqa: E402
@@ -94,7 +102,8 @@ KFAC: dict[str, dict[str, Any]] = {
     "kfac-every-step": {"overhead": EVERY},
     "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
 }
-METHODS = (*KFAC, "soap", "muon", "adamw", "lars", "lamb", "sgd")
+MUON = {"muon": 0.3, "muon-adam-1": 1.0, "muon-adam-3": 3.0}  # the rate of Muon's Adam, relative to Muon's
+METHODS = (*KFAC, "soap", *MUON, "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -266,10 +275,10 @@ def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
     )  # fmt: skip
 
 
-def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
+def muon(rate: Any, problem: Problem, adam: float) -> optax.GradientTransformation:
     """Return Muon for kernels as matrices of inputs against outputs.
 
-    Adam trains tables, a transformer's head and vectors at 0.3 times the rate.
+    Adam trains tables, a transformer's head and vectors at `adam` times the rate.
     """
 
     def dimensions(params: Any) -> Any:
@@ -284,7 +293,7 @@ def muon(rate: Any, problem: Problem) -> optax.GradientTransformation:
 
     return optax.contrib.muon(
         rate, beta=0.9, weight_decay=5e-4, weight_decay_mask=methods.is_kernel, nesterov=True, adam_b2=0.95,
-        adam_learning_rate=lambda count: 0.3 * rate(count), muon_weight_dimension_numbers=dimensions,
+        adam_learning_rate=lambda count: adam * rate(count), muon_weight_dimension_numbers=dimensions,
     )  # fmt: skip
 
 
@@ -324,8 +333,10 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         rate = rates.__getitem__
         if layers is not None:
             return kfac.kfac(rate, layers, **settings)
-        if method in ("soap", "muon"):
-            return {"soap": soap, "muon": muon}[method](rate, problem)
+        if method == "soap":
+            return soap(rate, problem)
+        if method in MUON:
+            return muon(rate, problem, MUON[method])
         # the study's settings
         return methods.METHODS[method].make(
             rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}, None
@@ -372,11 +383,20 @@ def prepared(
     return step, (params, state, init(params), rates), problem.batches(seed, steps)
 
 
-def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int, schedule: str) -> dict[str, Any]:
-    """Run a trial, and return its score, last loss and seconds per step.
+@functools.cache
+def compile_seconds(problem: Problem, method: str) -> list[float]:
+    """Return a list that holds the processor seconds for compiling after the process's first trial of the method."""
+    del problem, method
+    return []
 
-    The score is None if the loss becomes non-finite.
+
+def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: int, schedule: str) -> dict[str, Any]:
+    """Run a trial, and return its score, its last loss and its seconds.
+
+    The score is None if the loss becomes non-finite. The processor seconds of all steps exclude compiling, because they
+    replace the first step by a mean step. Later trials in a process repeat the compile seconds of the first trial.
     """
+    entered = time.process_time()
     falling = methods.schedule(learning_rate, steps)
     rate, tail = falling, 1  # the mean covers only the last step
     if schedule == "tail":
@@ -389,20 +409,27 @@ def run(problem: Problem, method: str, learning_rate: float, seed: int, steps: i
     def add(mean: Any, last: Any) -> Any:
         return jax.tree.map(lambda m, x: m + x / tail, mean, last)
 
-    mean, losses, began = jax.tree.map(jnp.zeros_like, carry[:2]), [], 0.0
+    mean, losses, began, began_processor = jax.tree.map(jnp.zeros_like, carry[:2]), [], 0.0, 0.0
+    mean = add(mean, jax.tree.map(jnp.zeros_like, mean))  # compile it before the clock starts
     for batch in batches:
         carry, loss = step(carry, batch)
         losses.append(float(loss))
         if not math.isfinite(losses[-1]):
             break
         if len(losses) == 1:
-            began = time.perf_counter()
+            began, began_processor = time.perf_counter(), time.process_time()
         if len(losses) > steps - tail:
             mean = add(mean, carry[:2])
-    seconds = (time.perf_counter() - began) / max(1, len(losses) - 1)
+    later = max(1, len(losses) - 1)
+    seconds = (time.perf_counter() - began) / later
+    processor = (time.process_time() - began_processor) / later
+    compiling = compile_seconds(problem, method)
+    if not compiling:
+        compiling.append(began_processor - entered - processor)
     score = problem.score(*mean) if math.isfinite(losses[-1]) else None
     return {
         "score": score and round(score, 4), "loss": round(losses[-1], 4), "seconds_per_step": round(seconds, 3),
+        "processor_seconds": round(processor * len(losses), 2), "compile_seconds": round(compiling[0], 2),
     }  # fmt: skip
 
 
@@ -509,6 +536,54 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [{"batch": 10, "schedule": "falling", **json.loads(line)} for line in lines]
 
 
+class Trials:
+    """Hold the stored trials of one schedule, and run and store other trials.
+
+    Args:
+      records: the stored trials.
+      path: the file for new trials.
+      same: the number of steps, N divided by the batch size, and the schedule.
+    """
+
+    def __init__(self, records: list[dict[str, Any]], path: Path, same: dict[str, Any]) -> None:
+        self._records, self._path, self._same = list(records), path, same
+
+    def stored(self, name: str, method: str) -> list[dict[str, Any]]:
+        return [r for r in self._records if (r["network"], r["method"]) == (name, method)]
+
+    def run(self, name: str, problem: Problem, method: str, rate: float, seed: int) -> bool:
+        """Run and store a trial, unless it is stored. Return whether it ran."""
+        if any((r["rate"], r["seed"]) == (rate, seed) for r in self.stored(name, method)):
+            return False
+        trial = {"network": name, "method": method, "rate": rate, "seed": seed, **self._same}
+        record = trial | run(problem, method, rate, seed, self._same["steps"], self._same["schedule"])
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+        self._records.append(record)
+        return True
+
+
+def search(trials: Trials, name: str, problem: Problem, method: str, rates: list[float], seeds: list[int]) -> None:
+    """Search for a method's best rate with the first seed, and then run the best rate with all seeds.
+
+    If no trial is stored, the search begins with `rates`. For Muon with another rate of Adam, it begins with the best
+    rate of "muon" and its neighbours.
+    """
+    if method in MUON and method != "muon" and trials.stored(name, "muon"):
+        of_muon = brackets.bracket(brackets.mean_scores(trials.stored(name, "muon")))
+        rates = [rate for rate in of_muon if rate is not None]
+    elif trials.stored(name, method):
+        rates = []
+    for rate in rates:
+        trials.run(name, problem, method, rate, seeds[0])
+    more = True
+    while more:
+        found = brackets.bracket(brackets.mean_scores(trials.stored(name, method)))
+        wanted = [(found.best, seed) for seed in seeds] if found.closed else [(r, seeds[0]) for r in found.missing()]
+        more = any([trials.run(name, problem, method, rate, seed) for rate, seed in wanted])
+
+
 def report(records: list[dict[str, Any]]) -> None:
     """Print a row for each network and method, with the mean score over seeds at each rate."""
     for name in PROBLEMS:
@@ -522,14 +597,27 @@ def report(records: list[dict[str, Any]]) -> None:
                 spread = f" +- {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
                 cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
             if cells:
-                print(f"  {method:14} " + "   ".join(cells))
+                found = [r for r in records if (r["network"], r["method"]) == (name, method)]
+                print(f"  {method:14} " + "   ".join([*cells, verdict(found)]))
+
+
+def verdict(records: list[dict[str, Any]]) -> str:
+    """Return a method's best rate, or the reason why the search has not found the best rate."""
+    searched = brackets.bracket(brackets.mean_scores(records))
+    if searched.closed:
+        return f"best: {searched.best:g}"
+    rates = " and ".join(f"{rate:g}" for rate in searched.missing())
+    return f"at the edge: {searched.best:g}, {rates} did not run"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report", "times", "compile", "start", "first-step"))
+    parser.add_argument("what", choices=("run", "bracket", "report", "times", "compile", "start", "first-step"))
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file with a line per trial")
+    parser.add_argument(
+        "--results", nargs="+", type=Path, default=[RESULTS], metavar="FILE",
+        help="files with a line per trial; new lines go to the last file",
+    )  # fmt: skip
     parser.add_argument("--networks", nargs="+", choices=[*PROBLEMS, README], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
@@ -549,7 +637,7 @@ def main() -> None:
         return
     options.networks = options.networks or list(DEFAULT)
     same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
-    records = [record for record in read(options.results) if same.items() <= record.items()]
+    records = [record for path in options.results for record in read(path) if same.items() <= record.items()]
     if options.batch < 1 or options.steps < 1:
         parser.error(f"--batch and --steps must be 1 or more, but are {options.batch} and {options.steps}")
     if options.what == "report":
@@ -565,19 +653,18 @@ def main() -> None:
         for name in options.networks:
             compiled(name, PROBLEMS[name](options.data_dir, options.batch), options.methods)
         return
-    done = {(r["network"], r["method"], r["rate"], r["seed"]) for r in records}
+    trials = Trials(records, options.results[-1], same)
     problems = {name: PROBLEMS[name](options.data_dir, options.batch) for name in options.networks}
+    if options.what == "bracket":
+        for name, problem in problems.items():
+            for method in options.methods:
+                search(trials, name, problem, method, options.rates, options.seeds)
+        return
     for seed in options.seeds:
         for name, problem in problems.items():
             for method in options.methods:
                 for rate in options.rates:
-                    if (name, method, rate, seed) in done:
-                        continue
-                    trial = {"network": name, "method": method, "rate": rate, "seed": seed, **same}
-                    record = trial | run(problem, method, rate, seed, options.steps, options.schedule)
-                    with options.results.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
-                    print(json.dumps(record), flush=True)
+                    trials.run(name, problem, method, rate, seed)
 
 
 if __name__ == "__main__":

@@ -109,14 +109,55 @@ def test_the_budget_that_reaches_the_target_is_interpolated():
     assert reporting.crossing([group(40, 0.4, 0.4)], 0.5) == (math.inf, 40.0)
 
 
-@pytest.mark.parametrize("methods", [("muon",), pytest.param(("kfac", "soap"), marks=pytest.mark.slow)], ids=", ".join)
-def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkeypatch, capsys, methods):
-    # Load it by path, because the tests have a module with the same name.
+@pytest.fixture(scope="module")
+def networks():
+    """Load the script by its path, because the tests have a module with the same name."""
     spec = importlib.util.spec_from_file_location("networks_of_the_study", FOLDER / "networks.py")
-    networks = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, networks)
-    spec.loader.exec_module(networks)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
 
+
+def test_bracket_is_closed_only_between_neighbours_within_the_factor():
+    import brackets
+
+    assert brackets.bracket({0.01: 1.0, 0.03: 2.0, 0.1: 1.5}).missing() == [0.015, 0.06]
+    assert brackets.bracket({0.015: 1.0, 0.03: 2.0, 0.06: 1.5}) == (0.015, 0.03, 0.06)
+    assert brackets.bracket({0.015: 1.0, 0.03: 2.0, 0.06: 3.0}).missing() == [0.12]
+    rows = [{"rate": 0.1, "score": 3.0}, {"rate": 0.1, "score": None}, {"rate": 0.05, "score": 1.0}]
+    assert brackets.mean_scores(rows) == {0.05: 1.0, 0.1: -math.inf}
+
+
+def test_search_halves_and_doubles_until_the_best_rate_is_bracketed(networks, tmp_path, monkeypatch):
+    ran = []
+
+    def run(problem, method, rate, seed, steps, schedule):
+        ran.append((method, rate, seed))
+        return {"score": -abs(math.log(rate / (0.1 if method == "muon" else 0.05)))}
+
+    monkeypatch.setattr(networks, "run", run)
+    trials = networks.Trials([], tmp_path / "rows.jsonl", {"steps": 2, "batch": 10, "schedule": "falling"})
+    networks.search(trials, "network", None, "muon", [0.025], [0, 1])
+    assert [rate for _, rate, seed in ran if seed == 0] == [0.025, 0.0125, 0.05, 0.1, 0.2]
+    assert [rate for _, rate, seed in ran if seed == 1] == [0.1]
+    del ran[:]
+    networks.search(trials, "network", None, "muon-adam-1", [1.0], [0])
+    assert [rate for _, rate, _ in ran] == [0.05, 0.1, 0.2, 0.025]
+    stored = networks.read(tmp_path / "rows.jsonl")
+    assert len(stored) == 10 and networks.verdict([r for r in stored if r["method"] == "muon"]) == "best: 0.1"
+
+
+def test_report_names_no_best_rate_at_the_edge_of_a_grid(networks, capsys):
+    rows = [{"network": "MLP-Mixer", "method": "muon", "rate": rate, "seed": 0, "score": rate} for rate in (0.1, 0.2)]
+    networks.report(rows)
+    printed = capsys.readouterr().out
+    assert "at the edge: 0.2, 0.4 did not run" in printed and "best" not in printed
+
+
+@pytest.mark.parametrize("methods", [("muon",), pytest.param(("kfac", "soap"), marks=pytest.mark.slow)], ids=", ".join)
+def test_the_networks_are_trained_once_with_a_method_and_a_rate(networks, tmp_path, monkeypatch, capsys, methods):
     def printed(*args):
         monkeypatch.setattr(sys, "argv", ["networks.py", *map(str, args)])
         networks.main()
@@ -129,6 +170,7 @@ def test_the_networks_are_trained_once_with_a_method_and_a_rate(tmp_path, monkey
     records = [json.loads(line) for line in results.read_text().splitlines()]
     assert len(records) == len(methods) and all(math.isfinite(record["score"]) for record in records)
     assert {(record["batch"], record["schedule"]) for record in records} == {(50, "average")}
+    assert all(record["processor_seconds"] > 0 and record["compile_seconds"] > 0 for record in records)
     assert not printed("run", *args)
     assert re.search(methods[0] + r" \d+ ms", printed("times", *args))
     stored = printed("report")
