@@ -13,7 +13,7 @@ project = "kfac"
 author = copyright = "The kfac developers"
 release = version = kfac.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 extensions += ["mathml", "outside", "type_names"]  # in docs/extensions
 repository_url = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 autosummary_generate = False  # the tables of api/index.rst, without a page for each name
@@ -38,5 +38,12 @@ nb_execution_timeout = 300
 root_doc = "index"
 exclude_patterns = ["_build", "extensions"]
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": repository_url,  # a link to each page's source
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [{"name": "Repository", "url": repository_url, "html": "Repository", "class": ""}],
+}
+copybutton_exclude = ".linenos, .gp, .go"  # prompts and output stay behind
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
