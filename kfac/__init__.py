@@ -1,4 +1,7 @@
-"""Distributed K-FAC for JAX: a second-order optimizer that drops into an optax training loop.
+"""Distributed K-FAC for JAX: second-order optimizers that drop into an optax training loop.
+
+The default optimizer is Adam in the eigenbasis of K-FAC's factors: SOAP with exact per-example statistics and spectral
+step lengths.
 
 Begin with:
 
@@ -17,8 +20,9 @@ Change the loss and the loop:
 
 Build an optimizer:
 
+- `natural_gradient`: K-FAC as in the papers; the curvature sets the step length. `gauss_newton`: for whole batches.
+- `scale_by_kfac`: the preconditioner alone, for `optax.chain`.
 - `adaptive_damping`: adapts an optimizer's damping to the loss.
-- `scale_by_kfac`: the preconditioner alone, for `optax.chain`. `presets`: further optimizers.
 - `Cholesky`, `Eigh`, `EKFAC`, `SOAP`: ways to precondition a block. `BlockPreconditioner`: the base class for your own.
 - `UnsupportedLayerError`: raised by `find_layers(strict=True)`. `types`: types for annotations.
 
@@ -34,7 +38,7 @@ import os as _os
 # two busy cores, inverting twenty 64 x 64 matrices took 0.4 s instead of 5 ms. XLA's own threads suffice.
 _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kfac import curvature, planning, presets, schedules, state, types
+from kfac import curvature, planning, schedules, state, types
 from kfac._capture.find_layers import find_layers
 from kfac._capture.microbatch import microbatch
 from kfac._capture.outputs import mark_output
@@ -50,7 +54,9 @@ from kfac._factors import Factors
 from kfac._layers import Layers, UnsupportedLayerError
 from kfac._optimizer.adaptive_damping import adaptive_damping
 from kfac._optimizer.diagnostics import diagnostics, statistics_due
+from kfac._optimizer.gauss_newton import gauss_newton
 from kfac._optimizer.kfac import kfac
+from kfac._optimizer.natural_gradient import natural_gradient
 from kfac._optimizer.observe import observe
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._optimizer.train_step import train_step
@@ -71,12 +77,13 @@ __all__ = [
     "curvature",
     "diagnostics",
     "find_layers",
+    "gauss_newton",
     "kfac",
     "mark_output",
     "microbatch",
+    "natural_gradient",
     "observe",
     "planning",
-    "presets",
     "scale_by_kfac",
     "schedules",
     "state",
@@ -97,6 +104,7 @@ __getattr__ = _former_names(
         "due": "statistics_due",
         "exact": "kfac.curvature.gauss_newton(loss_fn, params, *data).to_dense()",
         "output": "mark_output",
+        "presets": "kfac.natural_gradient for osawa2019 and kfac.gauss_newton for full_batch",
         "register_primitive": "without a replacement: such kernels have gradient factors",
     },
 )

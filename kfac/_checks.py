@@ -77,6 +77,19 @@ def check_count(
         )
 
 
+def check_period(
+    name: str,
+    value: Any,
+) -> None:
+    """Raise if a value is neither a positive number of steps nor `math.inf`."""
+    is_array = isinstance(value, np.ndarray | Array)
+    if isinstance(value, jax.core.Tracer) or (is_array and np.all(np.isposinf(value))):
+        return
+    if value != math.inf:
+        how = "; math.inf leaves all refreshes to kfac.observe(opt_state)"
+        check_count(name, value, 1, how)
+
+
 def check_positive_int(
     name: str,
     value: object,
@@ -211,7 +224,7 @@ HINTS = {
     "mesh": "distribution=kfac.Distribution(mesh=...)",
     "axis_name": "distribution=kfac.Distribution(axis_name=...)",
     "owner_axes": "distribution=kfac.Distribution(owner_axes=...)",
-    "clip_norm": 'no clipping with step_norm="spectral", which bounds every step; otherwise kl_clip=',
+    "clip_norm": "no clipping with kfac.kfac, which bounds every step; kl_clip= of kfac.natural_gradient",
 }
 
 
@@ -264,12 +277,7 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     **_rules(check_range, "learning_rate weight_decay", "[0, inf)"),
     **_rules(check_range, "momentum factor_ema_decay", "[0, 1)"),
     **_rules(check_count, "statistics_period every", 1),
-    **_rules(
-        check_count,
-        "inverse_update_period",
-        1,
-        "; kfac.kfac takes 'auto', too, and None, so that kfac.observe(opt_state) refreshes",
-    ),
+    **_rules(check_period, "inverse_update_period"),
     **_rules(check_count, "interval_warmup_steps", 0),
     **_rules(
         check_positive_int,
@@ -289,7 +297,6 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
         ("float32", "bfloat16_3x", "tensorfloat32", "bfloat16"),
     ),
     **_rules(check_choice, "communication_dtype", ("float32", "bfloat16")),
-    **_rules(check_choice, "step_norm", ("spectral",)),
 }
 
 

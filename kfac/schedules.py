@@ -49,7 +49,7 @@ def coupled_momentum(
 ) -> optax.Schedule:
     """Return a momentum schedule that falls with the learning rate.
 
-    `kfac.presets.osawa2019(lr_in_momentum=True)` makes the step `v <- m v - lr p`, `w <- w + v`. Its velocity `v`
+    `kfac.natural_gradient(lr_in_momentum=True)` makes the step `v <- m v - lr p`, `w <- w + v`. Its velocity `v`
     contains updates at earlier rates. When the rate falls, these updates are too large, and a smaller momentum corrects
     this. There are two forms:
 
@@ -66,7 +66,7 @@ def coupled_momentum(
         usually the largest rate.
 
     Returns:
-      A schedule for the argument `momentum` of `kfac.presets.osawa2019`.
+      A schedule for the argument `momentum` of `kfac.natural_gradient`.
 
     Raises:
       ValueError: an argument is out of range.

@@ -28,7 +28,7 @@ ROOMS = (
     ("_curvature",),
     ("_distributed",),
     ("_optimizer",),
-    ("curvature", "planning", "presets", "schedules", "state", "types"),
+    ("curvature", "planning", "schedules", "state", "types"),
     ("__init__",),
 )
 

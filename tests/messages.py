@@ -393,7 +393,7 @@ def main():
         OPTIONS.parameters,
         OPTIONS.gradients,
         max_factor_dim=OPTIONS.max_factor_dim,
-        inverse_update_period=10 if OPTIONS.refresh == "inside" else None,
+        inverse_update_period=10 if OPTIONS.refresh == "inside" else math.inf,
     )
     print(f"{OPTIONS.model}, {OPTIONS.devices} devices, {OPTIONS.style}; packed factors {packed_bytes(layers):,} bytes")
     for name, program in compiled.items():

@@ -182,7 +182,7 @@ def plain_kfac(learning_rate, layers, **options):
         "factor_ema_decay": 0.95,
         "unitwise_damping_scale": 1.0,
     }
-    return kfac.presets.osawa2019(learning_rate, layers, **(fixed | options))
+    return kfac.natural_gradient(learning_rate, layers, **(fixed | options))
 
 
 def tied_parameters(blocks, width, words, inputs):

@@ -5,7 +5,7 @@ import inspect
 import kfac
 
 # The public modules of the package.
-MODULES = ("curvature", "planning", "presets", "schedules", "state", "types")
+MODULES = ("curvature", "planning", "schedules", "state", "types")
 
 
 def public_modules():

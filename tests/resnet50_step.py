@@ -125,7 +125,7 @@ def main():
             return held.compile().memory_analysis().argument_size_in_bytes
 
         result["state_bytes"] = bytes_of_state(tx)
-        with_momentum = kfac.presets.osawa2019(0.1, layers, momentum=0.9, distribution=kfac.Distribution(AXIS))
+        with_momentum = kfac.natural_gradient(0.1, layers, momentum=0.9, distribution=kfac.Distribution(AXIS))
         result["state_bytes_with_momentum"] = bytes_of_state(with_momentum)
         for name, update in (("", with_statistics), ("_without_statistics", without)):
             compiled = program(update)

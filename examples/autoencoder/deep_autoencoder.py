@@ -83,9 +83,9 @@ def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers
         case "adam":
             return optax.adam(rate, numbers["b1"], numbers["b2"])
         case _:
-            return kfac.kfac(
+            return kfac.natural_gradient(
                 rate, layers, damping=numbers["damping"], momentum=numbers["momentum"], nesterov=True,
-                kl_clip=numbers["kl_clip"], step_norm=None,
+                lr_in_momentum=False, kl_clip=numbers["kl_clip"], factor_ema_decay=0.95, unitwise_damping_scale=1.0,
             )  # fmt: skip
 
 

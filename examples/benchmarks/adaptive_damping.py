@@ -59,7 +59,9 @@ def main():
     layers = kfac.find_layers(loss_fn, params, data)
 
     def optimizer(damping):
-        return kfac.kfac(1.0, layers, damping=damping, momentum=None, step_norm=None)
+        return kfac.natural_gradient(
+            1.0, layers, damping=damping, momentum=None, factor_ema_decay=0.95, unitwise_damping_scale=1.0
+        )
 
     print(f"{'damping':>8} {'loss, fixed':>12} {'loss, adaptive':>15} {'its last damping':>17}")
     for damping in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):

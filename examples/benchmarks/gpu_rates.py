@@ -4,7 +4,7 @@
     python examples/benchmarks/gpu_rates.py --vocabulary runs/gpu/vocabulary.npz --rates 0.05 0.025 0.1
     python examples/benchmarks/gpu_rates.py --vocabulary runs/gpu/vocabulary.npz --rehearse      # on a CPU, small
 
-With `step_norm="spectral"` and no weight decay, a step is proportional to the learning rate, so one program serves all
+Without weight decay, a step is proportional to the learning rate, so one program serves all
 rates. Each run starts from the initial parameters. The script saves each run to `rates.json` and to a page in --output.
 """
 

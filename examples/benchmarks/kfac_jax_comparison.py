@@ -101,7 +101,10 @@ def loss_fn(network: Callable, mark: Callable, params: Any, batch: Any) -> jax.A
 def ours(network, params, steps, rate, damping) -> tuple[Any, list[float], dict[str, int]]:
     loss = functools.partial(loss_fn, network, lambda logits, labels: kfac.mark_output(logits, "categorical"))
     layers = kfac.find_layers(loss, params, next(batches(1)))
-    tx = kfac.kfac(optax.linear_schedule(rate, 0, steps), layers, step_norm=None, damping=damping)
+    tx = kfac.natural_gradient(
+        optax.linear_schedule(rate, 0, steps), layers, momentum=0.9, nesterov=True, lr_in_momentum=False,
+        damping=damping, factor_ema_decay=0.95, unitwise_damping_scale=1.0,
+    )  # fmt: skip
     measure = kfac.value_and_grad(loss, layers, fisher="sampled")
 
     @jax.jit

@@ -48,7 +48,7 @@ def main():
 
     keys = jax.random.split(jax.random.key(1), parts)
     layers = kfac.find_layers(loss_fn, params, keys[:1])
-    tx = kfac.presets.osawa2019(0.07, layers)
+    tx = kfac.natural_gradient(0.07, layers)
     state = jax.jit(tx.init)(params)
     measure = kfac.microbatch(kfac.value_and_grad(loss_fn, layers, num_examples=options.local_batch), parts)
 

@@ -131,7 +131,7 @@ def whole_steps(options: argparse.Namespace, peak: float) -> dict[str, Any]:
 
     first_order = optax.sgd(rate, momentum=0.9)
     make = functools.partial(
-        kfac.presets.osawa2019, rate, layers, damping=1e-3, factor_ema_decay=0.95, unitwise_damping_scale=1.0,
+        kfac.natural_gradient, rate, layers, damping=1e-3, factor_ema_decay=0.95, unitwise_damping_scale=1.0,
         momentum=0.9, lr_in_momentum=False, interval_warmup_steps=0, inverse_update_period=every,
     )  # fmt: skip
     at_once = make()

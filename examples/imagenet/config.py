@@ -89,7 +89,7 @@ RUN: Table = [
     ("global_batch", number(int, 1, math.inf, "auto"), None, "Images per step. auto: a tenth of the training images."),
     # The optimizer.
     ("optimizer", one_of("kfac", "muon", "sgd", "lars", "adamw"), None, "kfac: `kfac.kfac`, or "
-     "`kfac.presets.osawa2019` with --step-norm none or a --config. The others are from optax."),
+     "`kfac.natural_gradient` with --step-norm none or a --config. The others are from optax."),
     ("learning_rate", positive, None, "Peak learning rate."),
     ("warmup_epochs", not_negative, None, "Epochs with a rising rate. Default: a tenth of the training."),
     ("schedule", one_of("cosine", "linear", "polynomial", "constant"), None, "Decay after the warm-up. cosine and "
@@ -107,7 +107,7 @@ RUN: Table = [
     ("factor_ema_decay", decay, None, "[kfac] Decay of the statistics' running average. 0: only the current batch."),
     ("kl_clip", not_negative, None, "[kfac] Bound on the squared step length in the curvature's metric. 0: no bound."),
     ("step_norm", one_of("spectral", "none"), None, "[kfac] Step length. spectral: fixed for each parameter, the "
-     "default of `kfac.kfac`. none: set by the curvature, with `kfac.presets.osawa2019`."),
+     "default of `kfac.kfac`. none: set by the curvature, with `kfac.natural_gradient`."),
     ("trust_ratio", trust_ratio, None, "[kfac] With --step-norm none, scale each kernel's step to this fraction of the "
      "kernel's norm. 0: no scaling."),
     ("momentum_coupling", one_of("none", "ratio", "proportional"), None, "[kfac] Factor by which momentum falls "

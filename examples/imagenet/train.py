@@ -77,10 +77,10 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
                 weight_decay_mask=is_kernel if decay else None, preconditioner=INVERSES[c.preconditioner](),
-                inverse_update_period=c.inverse_update_period or "auto", statistics_fraction=c.statistics_fraction,
+                inverse_update_period=c.inverse_update_period, statistics_fraction=c.statistics_fraction,
                 distribution=where,
             )  # fmt: skip
-        return kfac.presets.osawa2019(
+        return kfac.natural_gradient(
             rate, layers, damping=c.damping, momentum=momentum, nesterov=c.nesterov, weight_decay=decay,
             weight_decay_mask=is_kernel, lr_in_momentum=c.lr_in_momentum,
             unitwise_damping_scale=c.unitwise_damping_scale,

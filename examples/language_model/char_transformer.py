@@ -48,7 +48,7 @@ def is_kernel(params: Params) -> Any:
 def optimizer(name: str, rate: Any, numbers: dict[str, Any], layers: kfac.Layers) -> Any:
     if name == "adamw":
         return optax.adamw(rate, numbers["b1"], numbers["b2"], weight_decay=numbers["weight_decay"], mask=is_kernel)
-    return kfac.presets.osawa2019(
+    return kfac.natural_gradient(
         rate, layers, damping=numbers["damping"], unitwise_damping_scale=1.0,
         factor_ema_decay=numbers["factor_ema_decay"],
         momentum=numbers["momentum"], nesterov=True, trust_ratio=1.0, kl_clip=numbers["kl_clip"],

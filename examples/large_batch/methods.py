@@ -130,8 +130,8 @@ def _kfac(rate, s, layers):
     options = {"preconditioner": _inverse(s)} | {name: s[name] for name in KFAC_OPTIONS if name in s}
     if s.get("turned"):
         options["trust_ratio"] = 1 / s["vectors"]
-        return kfac.presets.osawa2019(lambda count: s["vectors"] * rate(count), layers, **PLAIN | options)
-    return kfac.presets.osawa2019(rate, layers, **PLAIN | options)
+        return kfac.natural_gradient(lambda count: s["vectors"] * rate(count), layers, **PLAIN | options)
+    return kfac.natural_gradient(rate, layers, **PLAIN | options)
 
 
 def _inverse(s: Settings) -> kfac.BlockPreconditioner:
@@ -176,7 +176,7 @@ def _adam_in_eigenbasis(inner: Any, layers: kfac.Layers, b2: Any) -> optax.Gradi
 
 
 def _turned(s: Settings) -> optax.GradientTransformation:
-    """Apply `trust_ratio` from `kfac.kfac` to the kernel updates of other methods.
+    """Apply `trust_ratio` from `kfac.natural_gradient` to the kernel updates of other methods.
 
     The control experiments use this transformation. Batch norm follows every convolution here, so the function removes
     an update's component along the kernel.

@@ -70,7 +70,7 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
     loss_of = lambda params, batch: 0.5 * jnp.sum(residuals(params, problem, *batch) ** 2)  # noqa: E731
     layers = kfac.find_layers(loss_of, params, batch)
     measure = kfac.value_and_grad(loss_of, layers, fisher="expected", num_examples=len(batch[0]))
-    whole = kfac.presets.full_batch(layers, num_examples=len(batch[0]))
+    whole = kfac.gauss_newton(layers, num_examples=len(batch[0]))
 
     def kronecker(params, state, setting, fall, key):
         _, grads, factors = measure(params, batch, fisher_key=key)

@@ -31,7 +31,7 @@ class Likelihood:
       root: `root(x, v)` returns `S(x) v` for vectors `v`, `[..., features]`. `S(x)` is a square matrix with
         `S^T S = H`, where `H` is the expected second moment of the gradients of `-log p` with respect to `x`. Required
         only for `fisher="expected"`, for `kfac.curvature.gauss_newton`, and for `kfac.adaptive_damping` and
-        `kfac.presets.full_batch`.
+        `kfac.gauss_newton`.
 
     Raises:
       ValueError: an argument is not a function.

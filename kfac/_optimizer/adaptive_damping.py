@@ -48,7 +48,7 @@ def adaptive_damping(
 
         layers = kfac.find_layers(marked_loss, params, batch)
         optimizer = kfac.adaptive_damping(
-            lambda damping: kfac.kfac(0.1, layers, damping=damping, step_norm=None), 1e-2
+            lambda damping: kfac.natural_gradient(0.1, layers, damping=damping), 1e-2
         )
         opt_state = optimizer.init(params)
         loss, grads = jax.value_and_grad(marked_loss)(params, batch)
@@ -82,7 +82,7 @@ def adaptive_damping(
 
     Args:
       optimizer: a function that returns the whole optimizer for a damping,
-        `lambda damping: kfac.kfac(rate, layers, damping=damping, step_norm=None)`. Every update calls the function
+        `lambda damping: kfac.natural_gradient(rate, layers, damping=damping)`. Every update calls the function
         again. The optimizer must use the given damping: `optax.inject_hyperparams` inside the function would keep the
         initial damping in its state, so do not make the damping its hyperparameter. Transformations that change the
         updates belong inside the function, too, because the ratio measures the updates that this wrapper returns. If
@@ -103,8 +103,8 @@ def adaptive_damping(
       reports the last `reduction_ratio` and `rejected_steps`, the number of rejected steps.
 
     Raises:
-      ValueError: an argument is out of range. `init` raises it if the optimizer's inverse is `relative`, as with the
-        default `step_norm` of `kfac.kfac`. `update` raises it if `params` or `value_fn` is missing, if `optax.masked`
+      ValueError: an argument is out of range. `init` raises it if the optimizer's preconditioner is `relative`, as in
+        `kfac.kfac`. `update` raises it if `params` or `value_fn` is missing, if `optax.masked`
         or `optax.partition` hides parameters, if no output is marked, if the loss depends on a parameter but no marked
         output does, or if the number of examples is not clear.
       TypeError: `value_fn` does not return a real scalar.
@@ -173,18 +173,18 @@ def _check_optimizer(optimizer: object) -> None:
     """Raise a `ValueError` if the optimizer is not a function."""
     if not callable(optimizer):
         raise ValueError(
-            "optimizer must be a function of the damping, lambda damping: kfac.kfac(rate, layers, damping=damping, "
-            f"step_norm=None), but is {optimizer!r}"
+            "optimizer must be a function of the damping, lambda damping: kfac.natural_gradient(rate, layers, "
+            f"damping=damping), but is {optimizer!r}"
         )
 
 
 def _check_absolute(inner_state: Any) -> None:
-    """Raise a `ValueError` if an inverse in the optimizer's state is `relative`."""
+    """Raise a `ValueError` if a preconditioner in the optimizer's state is `relative`."""
     states = find_nodes(inner_state, KfacState)
     if any(state.settings.preconditioner.relative for state in states):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
-            "pass step_norm=None to kfac.kfac, and no inverse that is relative=True"
+            "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with relative=True"
         )
 
 

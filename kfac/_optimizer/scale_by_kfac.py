@@ -46,8 +46,8 @@ def scale_by_kfac(
     damping: ScalarOrSchedule = 1e-3,
     factor_ema_decay: ScalarOrSchedule = 0.95,
     statistics_period: int | Array = 1,
-    inverse_update_period: int | Array | None = 1,
-    interval_warmup_steps: int | Array | None = None,
+    inverse_update_period: int | float | Array = 1,
+    interval_warmup_steps: int | Array = 10,
     preconditioner: BlockPreconditioner = Cholesky(),
     unitwise_damping_scale: ScalarOrSchedule = 1.0,
     distribution: Distribution | None = None,
@@ -88,12 +88,11 @@ def scale_by_kfac(
       statistics_period: the interval in steps at which `statistics_due` is true. The interval is shorter at first, see
         `interval_warmup_steps`. `observe` uses all statistics that it receives, due or not.
       inverse_update_period: the interval in steps at which `observe` refreshes all inverses. It refreshes them if the
-        step count is a multiple of the interval, or if they are at least this old. With None, only `observe(opt_state)`
-        without factors refreshes.
+        step count is a multiple of the interval, or if they are at least this old. With `math.inf`, only
+        `observe(opt_state)` without factors refreshes.
       interval_warmup_steps: the number of initial steps in which both intervals are 1. The intervals are then 2 until
         twice this number of steps, 4 until four times this number, and so on up to their final values. Steps at
-        multiples of `inverse_update_period` refresh as well. The default None means 10, and
-        `inverse_update_period=None` requires it.
+        multiples of `inverse_update_period` refresh as well.
       preconditioner: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `EKFAC()`,
         `SOAP()`, or your own `BlockPreconditioner`.
       unitwise_damping_scale: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
@@ -132,7 +131,9 @@ def precondition_and_scale(
     config = Config(
         layers, group_layers(layers), preconditioner, CommContext(), scaling
     )
-    refreshes = options.inverse_update_period is not None
+    period = options.inverse_update_period
+    # Leave the refresh out of the program of `observe` if the period is known to be infinite.
+    refreshes = not (isinstance(period, float) and period == math.inf)
     settings = Settings(layers, preconditioner, distribution, refreshes)
     reads_params = any(map(scaling.needs_params, config.groups))
     tx = Transformation(config, options, settings, reads_params)
@@ -230,17 +231,17 @@ class Transformation:
         count = state.count
         options = self.options
         warmup = options.interval_warmup_steps
-        if warmup is None:
-            warmup = 10
-        period = options.inverse_update_period
-        if period is None:
-            period = 1
+        period = jnp.asarray(options.inverse_update_period)
+        # `optax.inject_hyperparams` makes an array of `math.inf`, which `settings.refreshes` cannot see.
+        finite = jnp.isfinite(period)
+        period = jnp.where(finite, period, 1)
         warmup_due = in_turn(count, period, warmup)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
         return state._replace(
             due=in_turn(count, options.statistics_period, warmup),
-            refresh_due=warmup_due | in_turn(count, period, 0) | old,
+            statistics_period=jnp.asarray(options.statistics_period, jnp.int32),
+            refresh_due=finite & (warmup_due | in_turn(count, period, 0) | old),
             observe_damping=value_at(options.damping, count),
             unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
             factor_ema_decay=value_at(options.factor_ema_decay, count),

@@ -174,6 +174,7 @@ class KfacState(NamedTuple):
       last_statistics_step: the count at the last `observe` with statistics; -1 before the first.
       refreshed: the count at the last refresh of the inverses; -1 before the first.
       due: whether `observe` should be called before the next step.
+      statistics_period: the interval in steps at which statistics are due, after its warm-up.
       refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
         `settings.refreshes` is false.
       observe_damping: the damping for the next `observe`, evaluated at `count`.
@@ -195,6 +196,7 @@ class KfacState(NamedTuple):
     last_statistics_step: Array
     refreshed: Array
     due: Array
+    statistics_period: Array
     refresh_due: Array
     observe_damping: Array
     unitwise_damping_scale: Array

@@ -27,8 +27,9 @@ from kfac._distributed.cost_model import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._mesh import PyTree
 from kfac._optimizer.diagnostics import eigenbasis, statistics_due
-from kfac._optimizer.kfac import chosen, kfac
+from kfac._optimizer.kfac import kfac, statistics_one_in
 from kfac._optimizer.observe import observe
+from kfac._optimizer.state import KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 
@@ -42,6 +43,7 @@ class TrainStep:
     Attributes:
       loss_fn: the loss.
       learning_rate: scalar or schedule.
+      optimizer: returns the optimizer for a learning rate, layers and `options`.
       has_aux: whether the loss returns a pair.
       found: the options for `find_layers`.
       measured: the options for `statistics`.
@@ -49,12 +51,13 @@ class TrainStep:
       num_microbatches: the number of parts into which a batch is split.
       verbose: whether to print.
       donate: whether a step reuses the memory of its arguments.
-      options: the options for `kfac`.
+      options: the options for `optimizer`.
       layers: the layers found so far, by the parameters' tree structure and shapes.
     """
 
     loss_fn: Callable[..., Any]
     learning_rate: ScalarOrSchedule
+    optimizer: Callable[..., optax.GradientTransformation]
     has_aux: bool
     found: dict[str, Any]
     measured: dict[str, Any]
@@ -84,9 +87,12 @@ class TrainStep:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
             )
-        if self.verbose and jax.process_index() == 0:
-            print(_summary(layers, self.options))
-        return self._programs["init"](params)
+        opt_state = self._programs["init"](params)
+        state = _kfac_state(opt_state)
+        known = not isinstance(state.statistics_period, jax.core.Tracer)
+        if self.verbose and known and jax.process_index() == 0:
+            print(_summary(layers, state, self._one_in(layers, state)))
+        return opt_state
 
     def __call__(
         self,
@@ -143,13 +149,22 @@ class TrainStep:
 
         def init(params):
             layers = self._find_layers(params, (), {})
-            return kfac(self.learning_rate, layers, **self.options).init(params)
+            return self._transformation(layers).init(params)
 
         return {
             "init": compiled(init),
             "observe": compiled(self._observe, 1),
             "step": compiled(self._step, 0, 1),
         }
+
+    def _transformation(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
+        tx = self.optimizer(self.learning_rate, layers, **self.options)
+        return optax.with_extra_args_support(tx)
+
+    def _one_in(self, layers: Layers, state: KfacState) -> int:
+        """Return `k`, such that statistics use every `k`-th example."""
+        fraction = self.options.get("statistics_fraction")
+        return statistics_one_in(layers, state.settings.preconditioner, fraction)
 
     def _find_layers(
         self,
@@ -198,7 +213,8 @@ class TrainStep:
 
     def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
         layers = self._find_layers(params, args, kwargs)
-        preconditioner, _, one_in = chosen(layers, **self.options)
+        state = _kfac_state(opt_state)
+        one_in = self._one_in(layers, state)
         parts = self.num_microbatches
         examples = self.num_examples
         if one_in > 1:
@@ -216,7 +232,7 @@ class TrainStep:
             num_examples=examples and examples // parts,
             **self.measured,
         )
-        if preconditioner.takes_moments:
+        if state.settings.preconditioner.takes_moments:
             kwargs = {"basis": eigenbasis(opt_state, layers), **kwargs}
         measure = self._in_parts(measure, layers, parts)
         factors = measure(params, *args, fisher_key=fisher_key, **kwargs)
@@ -227,8 +243,9 @@ class TrainStep:
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         measure = self._in_parts(measure, layers, self.num_microbatches)
         value, grads = measure(params, *args, **kwargs)
-        tx = kfac(self.learning_rate, layers, **self.options)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = self._transformation(layers).update(
+            grads, opt_state, params
+        )
         return optax.apply_updates(params, updates), opt_state, value
 
 
@@ -237,6 +254,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     learning_rate: ScalarOrSchedule,
     *,
+    optimizer: Callable[..., optax.GradientTransformation] = kfac,
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
@@ -272,6 +290,8 @@ def train_step(
         changes a state, such as batch-norm averages, pass the state as an argument and return it in the auxiliary
         output.
       learning_rate: scalar or schedule, see `kfac.kfac`.
+      optimizer: `kfac.kfac`, `kfac.natural_gradient`, or your own function `(learning_rate, layers, **options)`, which
+        returns an optax optimizer that contains `scale_by_kfac`. For example, put `kfac.kfac` into an `optax.chain`.
       has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
       fisher: see `value_and_grad`.
       num_examples: see `value_and_grad`; the number for the whole batch of a step.
@@ -289,15 +309,15 @@ def train_step(
       verbose: whether `init` prints a line about the layers.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
-      options: further options of `kfac.kfac`: `damping=`, `step_norm=`, `statistics_fraction=` and so on.
+      options: options of the optimizer: `damping=`, `weight_decay=`, `preconditioner=` and so on.
 
     Returns:
       A `TrainStep`.
 
     Raises:
-      TypeError: if `kfac.kfac` has no such option, or if `options` contain `layers`.
+      TypeError: if the optimizer has no such option, or if `options` contain `layers`.
       ValueError: if an argument is out of range. A step raises it while it is traced if it has micro-batches and the
-        batch is not among the positional arguments. Errors of `kfac.kfac` and `find_layers` pass through.
+        batch is not among the positional arguments. Errors of the optimizer and of `find_layers` pass through.
     """
     check_function(loss_fn)
     measured = dict(fisher=fisher, communication_dtype=communication_dtype)
@@ -315,23 +335,19 @@ def train_step(
         raise TypeError(
             "train_step finds the layers by itself: leave layers= out, and pass skip= and max_factor_dim= here"
         )
-    none = Layers((), ())
-    try:
-        # Check the options, which needs no layers.
-        kfac(learning_rate, none, **options)
-    except TypeError as error:
-        raise TypeError(str(error).replace("kfac()", "train_step()")) from None
+    state = _state_without_layers(optimizer, learning_rate, options)
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    if max_factor_dim is None and chosen(none, **options).preconditioner.takes_moments:
+    if max_factor_dim is None and state.settings.preconditioner.takes_moments:
         # Only whole kernels have moments.
         max_factor_dim = MAX_DIM
     found |= dict(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     return TrainStep(
         loss_fn,
         learning_rate,
+        optimizer,
         has_aux,
         found,
         measured,
@@ -350,9 +366,36 @@ def _strong(leaf: Array) -> Array:
     return lax.convert_element_type(leaf, leaf.dtype)
 
 
-def _summary(layers: Layers, options: dict[str, Any]) -> str:
+def _state_without_layers(
+    optimizer: Callable[..., optax.GradientTransformation],
+    learning_rate: ScalarOrSchedule,
+    options: dict[str, Any],
+) -> KfacState:
+    """Return the optimizer's state for an empty `Layers`, which checks the options before there are layers."""
+    try:
+        tx = optimizer(learning_rate, Layers((), ()), **options)
+    except TypeError as error:
+        raise TypeError(
+            f"train_step() passes its options on to its optimizer: {error}"
+        ) from error
+    return _kfac_state(jax.eval_shape(tx.init, {}))
+
+
+def _kfac_state(opt_state: PyTree) -> KfacState:
+    """Return the first `KfacState` in an optimizer state. Raise a `ValueError` if there is none."""
+    states = find_nodes(opt_state, KfacState)
+    if not states:
+        raise ValueError(
+            "optimizer must return an optimizer that contains kfac.scale_by_kfac(layers), as kfac.kfac does, but its "
+            f"state is {opt_state!r}"
+        )
+    return states[0]
+
+
+def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
-    preconditioner, period, one_in = chosen(layers, **options)
+    preconditioner = state.settings.preconditioner
+    period = int(state.statistics_period)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{one_in} of the examples" if one_in > 1 else ""

@@ -20,7 +20,7 @@ N, T, V, D = 8, 4, 7, 6
 def check_training(loss, params, batch, expected):
     layers = kfac.find_layers(loss, params, *batch)
     assert kinds(layers) == expected
-    tx = kfac.kfac(0.1, layers, damping=1e-2, momentum=None)
+    tx = kfac.kfac(0.1, layers, damping=1e-2, momentum=0.0, adaptive_layer_rates=False)
 
     @jax.jit
     def step(params, state):

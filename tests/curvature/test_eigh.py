@@ -132,7 +132,7 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 def test_the_plan_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
     preconditioner = kfac.Eigh(precision)
-    tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, step_norm=None)
+    tx = kfac.natural_gradient(0.1, layers, preconditioner=preconditioner)
     state = state_of(jax.eval_shape(tx.init, params))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.blocks, state.bases)))
     plan = kfac.planning.plan(layers, devices=1, preconditioner=preconditioner)

@@ -221,7 +221,7 @@ def test_several_devices_are_one(style, inverse_update_period):
 
 
 def test_the_plan_counts_the_bytes_of_the_state():
-    tx = kfac.kfac(0.1, LAYERS, preconditioner=kfac.EKFAC(), step_norm=None)
+    tx = kfac.natural_gradient(0.1, LAYERS, preconditioner=kfac.EKFAC())
     state = state_of(jax.eval_shape(tx.init, problem.initial()))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(state.blocks.values())))
     one, several = (

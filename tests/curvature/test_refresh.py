@@ -3,6 +3,8 @@
 One test uses an internal of `_curvature.refresh`: the portions of a stack.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,7 @@ CHOLESKY, AT_ONCE = kfac.Cholesky(), kfac.Distribution()
 
 def optimizer(inside, preconditioner, distribution):
     """Return an optimizer that refreshes within `observe` at even steps, or never by itself."""
-    every = dict(inverse_update_period=2, interval_warmup_steps=0) if inside else dict(inverse_update_period=None)
+    every = dict(inverse_update_period=2, interval_warmup_steps=0) if inside else dict(inverse_update_period=math.inf)
     return plain_kfac(0.1, layers(), damping=0.3, preconditioner=preconditioner, distribution=distribution, **every)
 
 
@@ -111,7 +113,7 @@ def test_a_step_waits_for_nothing():
 
 
 def test_until_the_first_refresh_gradients_pass_through():
-    tx = kfac.scale_by_kfac(layers(), inverse_update_period=None)
+    tx = kfac.scale_by_kfac(layers(), inverse_update_period=math.inf)
     grads, factors = measured(0)
     updates, state = jax.jit(observing(tx))(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
@@ -131,7 +133,7 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     found = kfac.find_layers(loss_fn, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
     # Momentum would still contain the first gradient, which is not preconditioned.
-    inside, apart = (kfac.kfac(0.1, found, momentum=None, inverse_update_period=every) for every in (1, None))
+    inside, apart = (kfac.kfac(0.1, found, momentum=0.0, inverse_update_period=every) for every in (1, math.inf))
     expected, _ = inside.update(grads, kfac.observe(inside.init(params), factors), params)
     _, state = apart.update(grads, kfac.observe(apart.init(params), factors), params)
     again, _ = apart.update(grads, kfac.observe(state), params)
@@ -139,9 +141,20 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     assert again["scale"].shape == (3,)
 
 
+@pytest.mark.parametrize("injected", [False, True])
+def test_interval_warmup_steps_sets_when_statistics_are_due_with_an_infinite_inverse_update_period(injected):
+    make = optax.inject_hyperparams(kfac.scale_by_kfac) if injected else kfac.scale_by_kfac
+    tx = make(layers(), inverse_update_period=math.inf, statistics_period=8, interval_warmup_steps=2)
+    grads, factors = measured(0)
+    state, advance, due = jax.jit(tx.init)(initial()), jax.jit(observing(tx)), []
+    for _ in range(17):
+        due.append(bool(kfac.statistics_due(state)))
+        _, state = advance(grads, state, factors=factors)
+    assert [t for t, is_due in enumerate(due) if is_due] == [0, 1, 2, 4, 8, 16]
+    assert state_of(state).refreshed == -1
+
+
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"leaves all refreshes to .*observe.*, so interval_warmup_steps=3"):
-        kfac.scale_by_kfac(layers(), inverse_update_period=None, interval_warmup_steps=3)
     with pytest.raises(ValueError, match=r"opt_state holds no state of kfac\.kfac, but is of type dict"):
         kfac.observe({"w": np.zeros(3)})
     with pytest.raises(AttributeError, match=r"kfac\.state\.refresh is now kfac\.observe\(opt_state\)"):

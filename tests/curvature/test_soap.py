@@ -285,11 +285,10 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     """
     rate, decay, damping = 0.1, 0.9, 1e-3
     preconditioner = kfac.SOAP(decay=DECAY)
-    tx = kfac.kfac(
+    tx = problem.plain_kfac(
         rate,
         LAYERS,
         preconditioner=preconditioner,
-        step_norm=None,
         damping=damping,
         momentum=decay,
         nesterov=True,
@@ -381,23 +380,12 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, preconditioner):
     assert kfac.diagnostics(state)["skipped_steps"] == 0
 
 
-def found_inverse(layers, params, **options):
-    """Return the preconditioner that `kfac.kfac` chooses with these options."""
-    state = jax.eval_shape(kfac.kfac(0.1, layers, **options).init, params)
-    return state_of(state).settings.preconditioner
-
-
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, kfac.SOAP(relative=True)),
-        ({"step_norm": None}, kfac.Cholesky()),
-        ({"step_norm": None, "trust_ratio": 1.0}, kfac.Cholesky()),
-        ({"step_norm": None, "kl_clip": 1e-3}, kfac.Cholesky()),
-    ],
+    ("optimizer", "expected"), [(kfac.kfac, kfac.SOAP(relative=True)), (kfac.natural_gradient, kfac.Cholesky())]
 )
-def test_the_default(options, expected):
-    assert found_inverse(LAYERS, problem.initial(), **options) == expected
+def test_the_default_preconditioner_of_kfac_and_of_natural_gradient(optimizer, expected):
+    state = jax.eval_shape(optimizer(0.1, LAYERS).init, problem.initial())
+    assert state_of(state).settings.preconditioner == expected
 
 
 @pytest.mark.slow

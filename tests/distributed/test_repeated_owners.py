@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kfac
 import messages
 from checking import FAST
-from problem import observing, tied_batch, tied_loss, tied_parameters
+from problem import observing, plain_kfac, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
 STEPS = 8
@@ -38,10 +38,11 @@ def stepped(tx, found, options, average):
 
 
 def optimizer(found, options, **where):
-    options = {"damping": 1e-2, "step_norm": None, "inverse_update_period": 2} | options
+    options = {"damping": 1e-2, "inverse_update_period": 2} | options
+    make = kfac.kfac if options.pop("spectral", False) else functools.partial(plain_kfac, nesterov=True)
     options.pop("gradients", None)  # an option of the step
     options = {name: value for name, value in options.items() if name not in wire_of(options)}
-    return kfac.kfac(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
+    return make(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
 
 
 def wire_of(options):
@@ -105,9 +106,9 @@ def is_state(x):
     "options",
     [
         {},
-        {"gradients": "local", "step_norm": "spectral", "damping": 0.1, "preconditioner": kfac.Cholesky()},
+        {"gradients": "local", "spectral": True, "damping": 0.1, "preconditioner": kfac.Cholesky()},
         {"preconditioner": kfac.EKFAC()},
-        {"preconditioner": kfac.SOAP(), "step_norm": "spectral", "damping": 1e-2},
+        {"preconditioner": kfac.SOAP(), "spectral": True, "damping": 1e-2},
         {"gradients": "local", "kl_clip": 1e-3},
     ],
 )

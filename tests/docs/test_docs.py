@@ -170,23 +170,16 @@ def _options(function):
 
 
 def test_every_option_is_documented_with_its_default():
-    preconditioner, whole, recipe = (
+    preconditioner, whole, own = (
         {name: eval(default) for name, default in _table(heading).items() if default}
-        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "Options of `osawa2019` alone")
+        for heading in ("Options of `scale_by_kfac`", "Options of `kfac`", "Options of `natural_gradient`")
     )
     assert preconditioner == _options(kfac.scale_by_kfac)
     assert {name: preconditioner[name] for name in ("inverse_update_period", "distribution")} | whole == _options(
         kfac.kfac
     )
-    everything = _options(kfac.presets.osawa2019)
-    assert everything.keys() == (preconditioner.keys() | whole.keys() | recipe.keys()) - {
-        "overhead",
-        "statistics_fraction",
-        "step_norm",
-        "adaptive_layer_rates",
-        "layer_multipliers",
-    }
-    assert recipe == {name: everything[name] for name in recipe}
+    decay = {name: whole[name] for name in ("weight_decay", "weight_decay_mask")}
+    assert preconditioner | decay | own == _options(kfac.natural_gradient)
 
 
 def test_every_option_of_one_call_and_of_adaptive_damping_is_documented_with_its_default():
@@ -204,7 +197,7 @@ def test_every_option_of_one_call_and_of_adaptive_damping_is_documented_with_its
 @pytest.mark.slow
 def test_every_diagnostic_is_documented(names):
     scalars = kfac.diagnostics(names["opt_state"])
-    clipped = kfac.kfac(0.1, names["layers"], step_norm=None, kl_clip=1.0)
+    clipped = kfac.natural_gradient(0.1, names["layers"], kl_clip=1.0)
     clipped = jax.eval_shape(lambda params: kfac.diagnostics(clipped.init(params)), names["params"])
     found = set(scalars) | set(kfac.diagnostics(names["adaptive_state"])) | set(clipped)
     table = _table("## Diagnostics")

@@ -1,7 +1,9 @@
-"""Test `step_norm="spectral"`, the default of `kfac.kfac`: fixed step lengths, and damping in units of each block.
+"""Test the step lengths of `kfac.kfac`, and its damping in units of each block.
 
 Some tests use internals of `_optimizer.step_scaling` and of damping: numbers that a step shows only as products.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +43,11 @@ def test_the_bias_is_scaled_like_its_kernel():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     found = kfac.find_layers(loss, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
-    options = {"momentum": None, "preconditioner": kfac.Cholesky()}
-    update = one_update(kfac.kfac(0.5, found, **options), params, grads, factors)
+    update = one_update(kfac.kfac(0.5, found, momentum=0.0, preconditioner=kfac.Cholesky()), params, grads, factors)
     np.testing.assert_allclose(singular(update["kernel"]), 0.5 * (4 / 3) ** 0.5, rtol=1e-3)
-    options |= {"step_norm": None, "damping": 0.1}
     relative = kfac.Cholesky(relative=True)
-    direction = one_update(kfac.kfac(0.5, found, **options | {"preconditioner": relative}), params, grads, factors)
+    curved = plain_kfac(0.5, found, momentum=None, preconditioner=relative, damping=0.1)
+    direction = one_update(curved, params, grads, factors)
     ratios = [np.ravel(update[name] / direction[name]) for name in params]
     np.testing.assert_allclose(np.concatenate(ratios), ratios[0][0], rtol=1e-4)
 
@@ -92,7 +93,7 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     if name not in ("with stride 2", "of channels by themselves"):  # a single kernel, and stacked copies
         return
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))({"kernel": kernel}, images)
-    update = one_update(kfac.kfac(0.1, found, momentum=None), {"kernel": kernel}, grads, factors)["kernel"]
+    update = one_update(kfac.kfac(0.1, found, momentum=0.0), {"kernel": kernel}, grads, factors)["kernel"]
     found = singular(np.moveaxis(np.reshape(update, (-1, groups, 8 // groups)), 1, 0))
     length = 0.1 * np.sqrt(overlap * max(1, 8 / groups / (kernel.size // 8)))
     assert np.all((found > length * (1 - 1e-5)) & (found < 1.1 * length))
@@ -110,7 +111,7 @@ def test_layers_whose_windows_overlap_otherwise_are_others_but_images_of_another
 
 
 def test_all_else_moves_by_a_root_mean_square():
-    update = one_update(kfac.kfac(0.5, layers(), momentum=None))
+    update = one_update(kfac.kfac(0.5, layers(), momentum=0.0))
     np.testing.assert_allclose(singular(update["out"]["kernel"]), 0.5, rtol=0.02)
     for leaf in (update["norm"]["scale"], update["norm"]["shift"], update["offset"]):
         np.testing.assert_allclose(np.sqrt(np.mean(np.square(leaf))), 0.5 * 0.1, rtol=1e-5)
@@ -129,14 +130,14 @@ def test_a_vector_moves_less_far_if_it_is_copied_to_several_positions():
     assert {layer.kind for layer in found} == {"diagonal"}
     assert found["token"].overlap == 1 / 4
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
-    update = one_update(kfac.kfac(0.5, found, momentum=None), params, grads, factors)
+    update = one_update(kfac.kfac(0.5, found, momentum=0.0), params, grads, factors)
     for name, positions in {"token": 4, "everywhere": 1, "table": 1}.items():
         length = np.sqrt(np.mean(np.square(update[name])))
         np.testing.assert_allclose(length, 0.5 * 0.1 / positions**0.5, rtol=1e-5)
 
 
 def test_directions_are_those_of_the_curvature():
-    auto = one_update(kfac.kfac(0.5, layers(), momentum=None, preconditioner=kfac.Cholesky()))
+    auto = one_update(kfac.kfac(0.5, layers(), momentum=0.0, preconditioner=kfac.Cholesky()))
     raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=kfac.Cholesky(relative=True)))
     flat = [np.ravel(tree["out"]["kernel"]) for tree in (auto, raw)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
@@ -171,7 +172,7 @@ def test_each_copy_of_a_stacked_kernel_has_its_own_length():
     x = jnp.asarray(rng.normal(size=(8, 5)), jnp.float32)
     found = kfac.find_layers(loss, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
-    update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
+    update = one_update(kfac.kfac(0.1, found, momentum=0.0), params, grads, factors)
     np.testing.assert_allclose(singular(update["kernels"]), 0.1, rtol=0.02)
 
 
@@ -187,7 +188,7 @@ def test_a_kernel_before_a_normalisation_is_turned_only():
     x, y = (jnp.asarray(rng.normal(size=(16, d)), jnp.float32) for d in (6, 2))
     found = kfac.find_layers(loss, params, x, y)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x, y)
-    update = one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)
+    update = one_update(kfac.kfac(0.1, found, momentum=0.0), params, grads, factors)
     kernel, moved = params["kernel"], update["kernel"]
     np.testing.assert_allclose(singular(moved), 0.1, rtol=0.02)
     assert abs(np.vdot(kernel, moved)) < 1e-5 * np.linalg.norm(kernel) * np.linalg.norm(moved)
@@ -280,19 +281,20 @@ def test_the_operator_has_the_same_damping(preconditioner):
 
 
 @pytest.mark.slow
-def test_without_it_all_is_as_the_curvature_has_it():
-    assert_close(
-        run(kfac.kfac(0.1, layers(), step_norm=None))[0], run(plain_kfac(0.1, layers(), nesterov=True))[0], 1e-6
-    )
-    assert differ(run(kfac.kfac(0.1, layers()))[0], run(kfac.kfac(0.1, layers(), step_norm=None))[0])
+def test_kfac_is_not_natural_gradient_and_its_damping_counts():
+    assert differ(run(kfac.kfac(0.1, layers()))[0], run(plain_kfac(0.1, layers(), nesterov=True))[0])
     assert differ(run(kfac.kfac(0.1, layers()))[0], run(kfac.kfac(0.1, layers(), damping=1.0))[0])
 
 
-def test_what_would_have_no_effect_with_it_is_refused():
-    with pytest.raises(ValueError, match=r"kl_clip=0.001 .* pass step_norm=None"):
-        kfac.kfac(0.1, layers(), kl_clip=1e-3)
+def test_kfac_refuses_what_belongs_to_natural_gradient():
+    for option in ({"kl_clip": 1e-3}, {"trust_ratio": 1.0}, {"step_norm": None}):
+        words = rf"^kfac\(\) has no option {next(iter(option))}=: use kfac\.natural_gradient"
+        with pytest.raises(TypeError, match=words):
+            kfac.kfac(0.1, layers(), **option)
+        with pytest.raises(TypeError, match=r"^train_step.*optimizer=kfac\.natural_gradient"):
+            kfac.train_step(lambda params, batch: 0.0, 0.1, **option)
     adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
-    with pytest.raises(ValueError, match="step_norm=None"):
+    with pytest.raises(ValueError, match=r"use kfac\.natural_gradient instead of kfac\.kfac"):
         adaptive.init(initial())
     relative = kfac.Eigh(relative=True)
     adaptive = kfac.adaptive_damping(
@@ -301,7 +303,7 @@ def test_what_would_have_no_effect_with_it_is_refused():
     with pytest.raises(ValueError, match="one damping for all layers"):
         adaptive.init(initial())
     with pytest.raises(ValueError, match="trust_ratio must be a number"):
-        kfac.presets.osawa2019(0.1, layers(), trust_ratio="auto", lr_in_momentum=False)
+        kfac.natural_gradient(0.1, layers(), trust_ratio="auto", lr_in_momentum=False)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx = kfac.kfac(0.1, layers())
         tx.update(measured(0)[0], kfac.observe(tx.init(initial()), measured(0)[1]))
@@ -310,7 +312,7 @@ def test_what_would_have_no_effect_with_it_is_refused():
 def test_it_is_the_same_in_a_chain_and_under_masks():
     """Hide whole layers with `optax.masked`. Their updates pass through, and the others have their lengths."""
     mask = {**jax.tree.map(lambda _: True, initial()), "out": {"kernel": False}}
-    tx = optax.masked(kfac.kfac(0.5, layers(), momentum=None), mask)
+    tx = optax.masked(kfac.kfac(0.5, layers(), momentum=0.0), mask)
     update = one_update(tx)
     np.testing.assert_allclose(update["out"]["kernel"], measured(0)[0]["out"]["kernel"])
     np.testing.assert_allclose(np.linalg.norm(update["offset"]), 0.5 * 0.1 * 2, rtol=1e-5)
@@ -357,15 +359,14 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     found = kfac.find_layers(words_loss, params, batches[0], skip=["free"])
     assert {layer.kind for layer in found} == {"embedding", "dense", "unitwise", "skipped"}
     options = {
-        "trust_ratio": trust_ratio,
         "inverse_update_period": 3,
         "weight_decay": 0.1,
         "preconditioner": kfac.Cholesky(),
     }
-    options |= {} if trust_ratio is None else {"step_norm": None}
+    make = kfac.kfac if trust_ratio is None else functools.partial(plain_kfac, nesterov=True, trust_ratio=trust_ratio)
 
     def trained(distribution, mapped=lambda step, specs: step):
-        tx = kfac.kfac(0.02, found, distribution=distribution, **options)
+        tx = make(0.02, found, distribution=distribution, **options)
         specs = kfac.state.state_specs(tx, params, "devices")
 
         def step(params, state, batch):
@@ -431,11 +432,6 @@ def test_spectral_norms_of_large_matrices_stay_in_range():
     np.testing.assert_allclose(spectral_norm(stack), [1, d, 1e-3], rtol=1e-5)
 
 
-def test_step_norm_is_checked():
-    with pytest.raises(ValueError, match="step_norm must be one of"):
-        kfac.kfac(0.1, layers(), step_norm="nuclear")
-
-
 def test_a_bound_on_the_error_of_spectral_norms(x64):
     """Check that norms are at most a tenth too small, for random, low-rank, orthogonal and nearly orthogonal steps."""
     rng = np.random.default_rng(0)
@@ -461,10 +457,10 @@ def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64)
     found = kfac.find_layers(loss, params, x, max_factor_dim=12)
     assert found[0].num_blocks == (4, 1)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
-    length = singular(one_update(kfac.kfac(0.1, found, momentum=None), params, grads, factors)["kernel"])
+    length = singular(one_update(kfac.kfac(0.1, found, momentum=0.0), params, grads, factors)["kernel"])
     assert 0.1 / 2 < length < 0.1 * 1.1
     preconditioner = kfac.Cholesky(relative=True)
-    options = ({}, {"step_norm": None, "damping": 0.1})
-    txs = (kfac.kfac(0.1, found, momentum=None, preconditioner=preconditioner, **more) for more in options)
+    curved = plain_kfac(0.1, found, momentum=None, preconditioner=preconditioner, damping=0.1)
+    txs = (kfac.kfac(0.1, found, momentum=0.0, preconditioner=preconditioner), curved)
     step, direction = (one_update(tx, params, grads, factors)["kernel"] for tx in txs)
     np.testing.assert_allclose(step, direction * (step[0, 0] / direction[0, 0]), rtol=1e-9)

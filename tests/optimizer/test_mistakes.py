@@ -143,38 +143,46 @@ MISTAKES = {
     ),
     "no rate": (lambda: kfac.kfac(None, layers()), r"learning_rate must be a number or a schedule, but is None"),
     "no overhead": (lambda: optimizer(overhead=None), r"overhead must be a number, but is None"),
-    "an overhead that nothing goes by": (
-        lambda: optimizer(step_norm=None, overhead=0.2),
-        r"overhead=0\.2 has no effect: with step_norm=None every step has statistics. Leave overhead out",
+    "an overhead of natural_gradient": (
+        lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.natural_gradient, overhead=0.2),
+        r"^train_step\(\) passes its options on to its optimizer: natural_gradient\(\) got an unexpected .*'overhead'",
+    ),
+    "an optimizer without a preconditioner": (
+        lambda: kfac.train_step(loss_fn, RATE, optimizer=lambda rate, layers: optax.sgd(rate)),
+        r"optimizer must return an optimizer that contains kfac\.scale_by_kfac",
+    ),
+    "an optimizer that takes no learning rate": (
+        lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.gauss_newton),
+        r"^train_step\(\) passes its options on to its optimizer: gauss_newton\(\) takes 1 positional argument",
     ),
     "no refreshes in words": (
         lambda: optimizer(inverse_update_period="never"),
-        r"inverse_update_period must be an integer.*'never'; kfac\.kfac takes 'auto', too, and None, so that",
+        r"inverse_update_period must be an integer.*'never'; math\.inf leaves all refreshes to kfac\.observe",
     ),
     "an option that train_step has not": (
         lambda: kfac.train_step(loss_fn, RATE, foo=1),
-        r"^train_step\(\) got an unexpected keyword argument 'foo'",
+        r"^train_step\(\) passes its options on to its optimizer: kfac\(\) got an unexpected keyword argument 'foo'",
     ),
     "parts of examples": (
         lambda: kfac.train_step(loss_fn, RATE, num_microbatches=3).init(initial(), batch(0)),
         r"num_microbatches=3 does not divide the 16 examples of the batch",
     ),
     "a loss in the place of the layers": (
-        lambda: kfac.presets.full_batch(loss_fn),
+        lambda: kfac.gauss_newton(loss_fn),
         r"layers must be what kfac\.find_layers returns, but is function",
     ),
     "gradient of what skip leaves out": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient_factors=["bias", "out/kernel"]),
         r"gradient_factors: 'out/kernel' matches no parameter outside skip=, so it has no effect",
     ),
-    "kl_clip beside step_norm": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=0\.001 .*: pass step_norm=None with"),
-    "trust_ratio beside step_norm": (
-        lambda: optimizer(trust_ratio=1.0),
-        r"trust_ratio=1\.0 .*: pass step_norm=None with",
-    ),
-    "the old name of step_norm": (
+    "kl_clip of natural_gradient": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=: use kfac\.natural_gradient"),
+    "trust_ratio of natural_gradient": (
         lambda: optimizer(trust_ratio="auto"),
-        'has become step_norm="spectral", the default',
+        r'trust_ratio=: use kfac\.natural_gradient.*; "auto" is the default, leave it out',
+    ),
+    "step_norm of version 0.4": (
+        lambda: optimizer(step_norm="spectral"),
+        r'step_norm=: use kfac\.natural_gradient.*; "spectral" is the default, leave it out',
     ),
     "skip of one pattern": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
@@ -298,7 +306,6 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (train, {"max_factor_dim": 0.5}, "max_factor_dim must be a positive int"),
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
         (train, {"preconditioner": "soap"}, r"preconditioner must be a kind of inverse such as kfac\.Cholesky"),
-        (train, {"step_norm": None, "overhead": 0.2}, r"overhead=0\.2 has no effect"),
         (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),
         (train, {"statistics_fraction": 0.3}, "statistics_fraction must be 1 over an integer, such as 1/3, but is 0.3"),
         *(
@@ -346,7 +353,7 @@ def test_layers_may_be_an_argument_of_a_jitted_function():
 
 def test_schedule_free_without_momentum_is_taken():
     wrap = functools.partial(contrib.schedule_free, learning_rate=RATE)
-    update(GRADS, "params", factors=STATS, wrap=wrap, tx=optimizer(momentum=None))
+    update(GRADS, "params", factors=STATS, wrap=wrap, tx=optimizer(momentum=0.0, adaptive_layer_rates=False))
 
 
 @pytest.mark.parametrize("option", ["skip", "kfac_reduce", "gradient_factors", "batch_argnums"])

@@ -15,7 +15,7 @@ from flax import nnx
 
 import kfac
 from checking import normal, slow
-from problem import observing
+from problem import observing, plain_kfac
 
 x, labels = normal(0, 24, 5, dtype=np.float32), jnp.arange(24) % 3
 
@@ -274,7 +274,7 @@ def test_in_parts_num_examples_is_that_of_the_whole_batch(x64):
         return 0.5 * jnp.mean(jnp.sum((b[0] @ p["w"] - b[1]) ** 2, -1))
 
     def after(**options):
-        step = kfac.train_step(loss_fn, 0.1, preconditioner=kfac.Cholesky(), step_norm=None, **options)
+        step = kfac.train_step(loss_fn, 0.1, optimizer=plain_kfac, **options)
         return step(p, step.init(p, b), b)[0]["w"]
 
     expected = after()
@@ -299,8 +299,7 @@ def test_what_is_split_is_found_or_said(x64):
         step = kfac.train_step(
             loss_fn,
             0.1,
-            preconditioner=kfac.Cholesky(),
-            step_norm=None,
+            optimizer=plain_kfac,
             num_microbatches=parts,
             batch_argnums=batch_argnums,
         )

@@ -33,7 +33,7 @@ from problem import (
     stepper,
 )
 
-ALL_OPTIONS = list(inspect.signature(kfac.presets.osawa2019).parameters)
+ALL_OPTIONS = list(inspect.signature(kfac.natural_gradient).parameters)
 KFAC_OPTIONS = list(inspect.signature(kfac.kfac).parameters)
 SCALE_OPTIONS = list(inspect.signature(kfac.scale_by_kfac).parameters)
 
@@ -88,9 +88,9 @@ ELSEWHERE = {"layers", "statistics_period", "distribution"}
 
 def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
-    own = {"overhead", "statistics_fraction", "step_norm", "adaptive_layer_rates", "layer_multipliers"}
+    own = {"overhead", "statistics_fraction", "adaptive_layer_rates", "layer_multipliers"}
     assert set(KFAC_OPTIONS) - own < set(ALL_OPTIONS)
-    assert len(KFAC_OPTIONS) <= 17
+    assert len(KFAC_OPTIONS) <= 14
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
@@ -643,7 +643,7 @@ BAD = {
     "trust_ratio": [0, -1.0, float("inf"), "much"],
     "damping": [0, 0.0, -1e-3, float("nan"), float("inf"), None, "0.001", 1e-60, jnp.array(-1.0), jnp.ones(3)],
     "factor_ema_decay": [-0.1, 1, 1.0, 1 - 1e-12, float("nan"), "slow"],
-    "inverse_update_period": [0, -1, 2.5, True, "10", float("nan"), float("inf"), lambda t: 1],
+    "inverse_update_period": [0, -1, 2.5, True, "10", float("nan"), -float("inf"), lambda t: 1, None],
     "interval_warmup_steps": [-1, 1.5, "10"],
     "statistics_period": [0, -1, 2.5, "10", None],
     "preconditioner": ["eigh", None, 3, kfac.Cholesky],
@@ -667,13 +667,13 @@ def test_the_table_of_bad_arguments_is_complete():
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
 def test_a_bad_argument_is_named_with_its_value(option, value):
-    factories = [kfac.presets.osawa2019]
+    factories = [kfac.natural_gradient]
     factories += [kfac.kfac] * (option in KFAC_OPTIONS) + [kfac.scale_by_kfac] * (option in SCALE_OPTIONS)
     for factory in factories:
         options = {"layers": layers(), **({} if factory is kfac.scale_by_kfac else {"learning_rate": 0.1})}
         options |= {"weight_decay": 0.1} if option == "weight_decay_mask" else {}
-        if factory is kfac.kfac and value is None and option in ("damping", "preconditioner", "nesterov"):
-            continue  # None selects a default by the trust ratio, the layers or the momentum
+        if factory is kfac.kfac and value is None and option in ("damping", "inverse_update_period"):
+            continue  # None selects a default by the preconditioner or by `overhead`
         with pytest.raises((ValueError, TypeError), match=option) as error:
             factory(**{**options, option: value})
         shown = (
@@ -700,14 +700,18 @@ def test_a_bad_field_is_named_with_its_value(field, value):
 
 
 def test_options_that_would_silently_do_nothing_are_errors():
-    with pytest.raises(ValueError, match="nesterov"):
-        plain_kfac(0.1, layers(), momentum=None, nesterov=True)
-    with pytest.raises(ValueError, match="lr_in_momentum"):
-        plain_kfac(0.1, layers(), momentum=None, lr_in_momentum=True)
     with pytest.raises(ValueError, match="trust_ratio"):
         plain_kfac(0.1, layers(), trust_ratio=1.0, lr_in_momentum=True)
     with pytest.raises(ValueError, match="weight_decay_mask"):
         plain_kfac(0.1, layers(), weight_decay_mask=lambda params: params)
+
+
+@pytest.mark.parametrize("option", ["nesterov", "lr_in_momentum"])
+def test_natural_gradient_without_momentum_is_the_same_in_all_forms(option):
+    """Check that without momentum, the forms of the momentum give the same step, also for the skipped parameter."""
+    _, _, expected = run(plain_kfac(0.1, layers(), momentum=None), steps=2)
+    _, _, found = run(plain_kfac(0.1, layers(), momentum=None, **{option: True}), steps=2)
+    assert_equal(found, expected)
 
 
 # -- errors of update, which come while it is traced -------------------------------------------------------------------

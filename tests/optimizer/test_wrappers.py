@@ -21,7 +21,20 @@ from optax import contrib
 from optax.experimental import aggregating
 
 import kfac
-from problem import QUICKLY, assert_close, assert_equal, batch, differ, history, initial, layers, loss_fn, measured, run
+from problem import (
+    QUICKLY,
+    assert_close,
+    assert_equal,
+    batch,
+    differ,
+    history,
+    initial,
+    layers,
+    loss_fn,
+    measured,
+    plain_kfac,
+    run,
+)
 
 RATE, STEPS = 0.1, 4
 PAGE = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
@@ -29,7 +42,7 @@ WORDS = "\n".join(re.findall(r"^\|([^|]*)\|", PAGE, re.MULTILINE))  # the first 
 
 
 def optimizer(**options):
-    return kfac.kfac(RATE, layers(), step_norm=None, **options)
+    return plain_kfac(RATE, layers(), nesterov=True, **options)
 
 
 def mean_of_two(t):

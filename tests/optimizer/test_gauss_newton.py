@@ -1,4 +1,4 @@
-"""Test `kfac.presets.full_batch` against conjugate gradients with dense matrices, in float64."""
+"""Test `kfac.gauss_newton` against conjugate gradients with dense matrices, in float64."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ def problem():
     batch = normal(3, N, 3), normal(4, N, 1)
     layers = kfac.find_layers(loss_fn, params, batch)
     measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
-    tx = kfac.presets.full_batch(layers)
+    tx = kfac.gauss_newton(layers)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(params, state, key):

@@ -24,7 +24,7 @@ STEPS = 6  # of conjugate gradients, per update
 Product = Callable[[Array], Array]
 
 
-def full_batch(
+def gauss_newton(
     layers: Layers, *, num_examples: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return a K-FAC optimizer for full-batch training, such as solving a differential equation.
@@ -101,9 +101,9 @@ def _quadratic_step(
         del extra
         if device_axes():
             raise ValueError(
-                "full_batch measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
+                "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
             )
-        loss_fn = marked(value_fn, params, num_examples, "full_batch")
+        loss_fn = marked(value_fn, params, num_examples, "gauss_newton")
         value, root_of_tree = loss_fn.root(params)
         _, unravel = ravel_pytree(params)
         gradient, _ = ravel_pytree(updates)
