@@ -202,6 +202,18 @@ def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
 class Stack(NamedTuple):
     """A group's stacks, as `normalize_step` takes them.
 
+    A block of a kernel with a bias, of which `max_factor_dim` may have cut other pieces off::
+
+                  d_out
+        +-----------------------+
+        | rows of the kernel    |  `inside`
+        |                       |
+        +-----------------------+
+        | bias                  |  takes the kernel's factor
+        +-----------------------+
+        | padding, zero         |  makes all blocks of a group equally large
+        +-----------------------+
+
     Attributes:
       updates: `[k, d_in, d_out]`, the steps before their lengths are set.
       params: `[k, d_in, d_out]`, the parameters; None if no block is a kernel.
@@ -267,10 +279,13 @@ def normalize_step(
         stacks.items(), jnp.split(_radial(joined), ends), strict=True
     ):
         if x.params is None:
+            # The lengths of other leaves follow from `uu` alone.
             squares.append(jnp.zeros((2, radial.size), radial.dtype))
             continue
+        # `radial` is zero unless only the kernel's direction matters. A bias behind such a kernel keeps its step.
         weights = jnp.where(x.inside, x.params, 0)
         steps[name] = x.updates - per_block(radial, weights) * weights
+        # Measure the norms of what is left, which may be much shorter.
         squares.append(_squared_norms(x, steps[name], coefficient is None))
     norms = jnp.sqrt(jnp.concatenate(squares, axis=1))
     if coefficient is None:
@@ -279,10 +294,13 @@ def normalize_step(
         joint = _trust_ratio(joined, norms[0], coefficient)
     for (name, x), ratio in zip(stacks.items(), jnp.split(joint, ends), strict=True):
         u = steps[name]
+        # One factor for each block, or for each row with `by_row`.
         ratio = ratio.reshape(len(u), -1, 1).astype(u.dtype)
         if coefficient is None:
+            # This includes the bias: it adds to the same outputs as the kernel.
             steps[name] = u * ratio
         else:
+            # The ratio is to the kernel's norm, which says nothing about the size of a bias.
             steps[name] = jnp.where(x.inside, u * ratio, x.updates)
     return steps
 
@@ -318,21 +336,24 @@ def _sums(x: Stack) -> BlockSums:
     """Compute the sums of a stack."""
     u = x.updates
     g = x.gradients
+    # With `by_row`, each row is a leaf of its own, such as the scales of a normalisation.
     first_axis = 2 if x.by_row else 1
     if x.params is None:
         products = [u * u, u != 0, g != 0]
     else:
         inner_u = jnp.where(x.inside, u, 0)
         inner_gg = jnp.where(x.inside, g * g, 0)
+        # A table shares its stack with kernels of its shape, but its rows are vectors: without `w`, `_radial` is zero.
         w = jnp.where(x.inside & per_block(x.kernels.size > 0, u), x.params, 0)
         products = [inner_u * u, u * w, w * w, g * w, inner_gg, u != 0, g != 0]
     totals = list(sums([y.astype(u.dtype) for y in products], first_axis))
     zero = jnp.zeros_like(totals[0])
     if x.params is None:
-        # There are no `uw`, `ww`, `gw` and `gg`.
+        # Insert zeros for `uw`, `ww`, `gw` and `gg`, so that stacks with and without kernels join.
         totals[1:1] = [zero] * 4
 
     def for_each_sum(values):
+        # From `[k]` or `[1]` to one entry for each sum, which with `by_row` is one for each row.
         return (zero + per_block(values, zero)).astype(u.dtype).reshape(-1)
 
     size = for_each_sum(x.kernels.size)
@@ -340,6 +361,7 @@ def _sums(x: Stack) -> BlockSums:
     flat = [y.reshape(-1) for y in totals]
     if x.whole is not None:
         flat = list(x.whole(jnp.stack(flat)))
+    # After `whole`, a piece without a gradient still moves if another piece of its kernel has one.
     reached = flat.pop()
     return BlockSums._make([*flat, size, jnp.where(reached > 0, length, 0)])
 
@@ -353,6 +375,7 @@ def _radial(s: BlockSums) -> Array:
     # Take the roots first, because the product of the squares may leave the range of float32.
     bound = RIGHT_ANGLE * jnp.sqrt(s.ww) * jnp.sqrt(s.gg)
     bound = bound / jnp.sqrt(jnp.maximum(s.size, 1))
+    # A kernel at zero has no direction, and a zero gradient fails the strict comparison with a bound of zero.
     orthogonal = (s.size > 0) & (jnp.abs(s.gw) < bound) & (s.ww > 0)
     return jnp.where(orthogonal, safe_ratio(s.uw, s.ww), 0)
 
@@ -377,6 +400,7 @@ def _squared_norms(x: Stack, steps: Array, spectral: bool) -> Array:
 def _length_ratio(s: BlockSums, norms: Array) -> Array:
     """Return the factors that give steps their lengths, from kernels' Frobenius and spectral norms `[2, k]`."""
     left, spectral = norms
+    # 1 unless the projection left less than LEAST_LEFT of the step.
     shortened = jnp.minimum(safe_ratio(left, jnp.sqrt(LEAST_LEFT * s.uu)), 1)
     of_kernels = safe_ratio(s.length, spectral) * shortened
     # This gives nonzero elements the root mean square `length`.
