@@ -142,7 +142,7 @@ def main(args=None):
     parser.add_argument("--steps", type=int, default=100, help="number of steps (100)")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate; try half and twice this (0.1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/simple"), help="folder for the checkpoints (runs/simple)")
+    parser.add_argument("--output", type=Path, default=Path("runs/simple"), help="folder of checkpoints (runs/simple)")
     options = parser.parse_args(args)
     cache = jax.config.values["jax_compilation_cache_dir"] or str(Path.home() / ".cache" / "kfac-simple")
     jax.config.update("jax_compilation_cache_dir", cache)

@@ -56,10 +56,10 @@ def kfac(
     statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the recommended optimizer: Adam in the eigenbasis of K-FAC's factors.
+    """Return the recommended optimizer.
 
-    This is SOAP (Vyas et al. 2024) with exact per-example statistics and spectral step lengths. Use it unless you want
-    the curvature to set the length of a step, as `kfac.natural_gradient` does.
+    It is Adam in the eigenbasis of K-FAC's factors: SOAP with exact per-example statistics and spectral step lengths.
+    Use it unless the curvature should also set the length of a step, as in `kfac.natural_gradient`.
 
     ::
 
