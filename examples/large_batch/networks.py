@@ -24,10 +24,13 @@ The methods are:
 - "kfac-decay-0.99": the same with `SOAP(decay=0.99)`.
 - "kfac-every-step": statistics from all examples in every step.
 - "kfac-cholesky": the same with `preconditioner=kfac.Cholesky()`.
+- "no-statistics": the same without any call of `kfac.observe`. Momentum, step lengths and adaptive rates remain.
 - "soap": published SOAP, with Shampoo's matrices.
+- "soap-spectral": the same with K-FAC's step lengths.
 - "muon": Muon, whose Adam has 0.3 times the rate for tables, heads and vectors.
 - "muon-adam-1", "muon-adam-3": the same with 1 and 3 times the rate. `bracket` starts with Muon's best rate and its
   neighbours.
+- "muon-adaptive": the same as "muon" with K-FAC's adaptive layer rates.
 - "adamw", "lars", "lamb", "sgd": the methods in `methods.py`.
 
 Some methods have stored results only:
@@ -53,6 +56,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -78,6 +82,7 @@ from flax import linen as nn  # noqa: E402
 
 import first_attempt  # noqa: E402
 import kfac  # noqa: E402
+import ablations  # noqa: E402
 import brackets  # noqa: E402
 import methods  # noqa: E402
 import models  # noqa: E402
@@ -88,6 +93,7 @@ import topics  # noqa: E402
 from counting import count_distinct_kernels  # noqa: E402
 from data import Plan  # noqa: E402
 from fashion import FASHION  # noqa: E402
+from held_out import HELD_OUT  # noqa: E402
 from other_networks import OTHERS, Problem  # noqa: E402
 from speed import median_times  # noqa: E402
 from transformer import Transformer  # noqa: E402
@@ -101,9 +107,10 @@ KFAC: dict[str, dict[str, Any]] = {
     "kfac-decay-0.99": {"preconditioner": kfac.SOAP(decay=0.99)},
     "kfac-every-step": {"overhead": EVERY},
     "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
+    "no-statistics": {},
 }
 MUON = {"muon": 0.3, "muon-adam-1": 1.0, "muon-adam-3": 3.0}  # the rate of Muon's Adam, relative to Muon's
-METHODS = (*KFAC, "soap", *MUON, "adamw", "lars", "lamb", "sgd")
+METHODS = (*KFAC, "soap", "soap-spectral", *MUON, "muon-adaptive", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -225,11 +232,12 @@ PROBLEMS: dict[str, Callable[[Path, int], Problem]] = {
     **OTHERS,
     "character transformer, width 256": functools.partial(text, width=256),
 }
-DEFAULT = tuple(PROBLEMS)  # Fashion-MNIST needs a different --data-dir, and wide vision transformers take long
+DEFAULT = tuple(PROBLEMS)  # other networks need a different --data-dir, and wide vision transformers take long
 PROBLEMS |= {
     f"vision transformer, width {width}": functools.partial(images, vision_transformer(width)) for width in (192, 384)
 }
 PROBLEMS |= {name: functools.partial(images, model, name="fashion") for name, model in FASHION.items()}
+PROBLEMS |= {name: network.make for name, network in HELD_OUT.items()}
 
 
 def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int] | None:
@@ -244,10 +252,11 @@ def kernel_shape(path: Any, leaf: Any, problem: Problem) -> tuple[int, int, int]
     return copies, leaf.size // copies // leaf.shape[-1], leaf.shape[-1]
 
 
-def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
+def soap(rate: Any, problem: Problem, overlaps: dict[str, float] | None = None) -> optax.GradientTransformation:
     """Return SOAP for kernels as matrices, and Adam for all other parameters.
 
-    As published, SOAP renews its bases every ten steps.
+    As published, SOAP renews its bases every ten steps. With `overlaps`, a factor for each kernel, the steps get
+    K-FAC's lengths.
     """
     direction, adam = published.soap(b1=0.9), optax.scale_by_adam(0.9, 0.95)
 
@@ -262,6 +271,10 @@ def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         kernels, first = direction.update(matrices(grads), state[0])
         rest, second = adam.update(grads, state[1])
+        if overlaps is not None:
+            rest = jax.tree.map(ablations.vector_step, rest)
+            for name, steps in kernels.items():
+                kernels[name] = [ablations.spectral_step(step, overlaps[name]) for step in steps]
 
         def chosen(path: Any, leaf: jax.Array) -> jax.Array:
             own = kernels.get(jax.tree_util.keystr(path))
@@ -273,6 +286,15 @@ def soap(rate: Any, problem: Problem) -> optax.GradientTransformation:
         optax.GradientTransformation(init, update), optax.add_decayed_weights(5e-4, methods.is_kernel),
         optax.scale_by_learning_rate(rate),
     )  # fmt: skip
+
+
+def kernel_overlaps(problem: Problem) -> dict[str, float]:
+    """Return `Layer.overlap` for each parameter: the number of windows of a convolution that hold an input position."""
+    params, state = problem.init(jax.random.key(0))
+    layers = kfac.find_layers(problem.loss, params, state, *next(problem.batches(0, 1)), has_aux=True)
+    found = {path: layer.overlap for layer in layers for path in layer.params}
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return {name: found.get(path, 1.0) for name, path in zip(names, layers.paths, strict=True)}
 
 
 def muon(rate: Any, problem: Problem, adam: float) -> optax.GradientTransformation:
@@ -318,6 +340,7 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
     """Return a method's programs. See `prepared` for `share`."""
     layers: Any = None
     settings: dict[str, Any] = {}
+    overlaps = kernel_overlaps(problem) if method == "soap-spectral" else None
     if method in KFAC:
         params, state = problem.init(jax.random.key(0))
         first = next(problem.batches(0, 1))
@@ -333,8 +356,10 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         rate = rates.__getitem__
         if layers is not None:
             return kfac.kfac(rate, layers, **settings)
-        if method == "soap":
-            return soap(rate, problem)
+        if method in ("soap", "soap-spectral"):
+            return soap(rate, problem, overlaps)
+        if method == "muon-adaptive":
+            return ablations.adaptive_rates(muon(rate, problem, MUON["muon"]), rate)
         if method in MUON:
             return muon(rate, problem, MUON[method])
         # the study's settings
@@ -356,7 +381,8 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         return (optax.apply_updates(params, updates), state, opt_state, rates), loss
 
     init = jax.jit(lambda params: optimizer(jnp.zeros(1)).init(params))
-    return Programs(init, observe if method in KFAC else None, step)
+    observes = method in KFAC and method != "no-statistics"
+    return Programs(init, observe if observes else None, step)
 
 
 def prepared(
@@ -537,26 +563,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Trials:
-    """Hold the stored trials of one schedule, and run and store other trials.
+    """Hold a network's stored trials, and run and store other trials.
 
     Args:
-      records: the stored trials.
+      records: all stored trials.
       path: the file for new trials.
-      same: the number of steps, N divided by the batch size, and the schedule.
+      problem: the network's problem.
+      same: the network's name, the number of steps, N divided by the batch size, and the schedule.
     """
 
-    def __init__(self, records: list[dict[str, Any]], path: Path, same: dict[str, Any]) -> None:
-        self._records, self._path, self._same = list(records), path, same
+    def __init__(self, records: list[dict[str, Any]], path: Path, problem: Problem, same: dict[str, Any]) -> None:
+        self._records = [record for record in records if same.items() <= record.items()]
+        self._path, self._problem, self._same = path, problem, same
 
-    def stored(self, name: str, method: str) -> list[dict[str, Any]]:
-        return [r for r in self._records if (r["network"], r["method"]) == (name, method)]
+    def stored(self, method: str) -> list[dict[str, Any]]:
+        return [record for record in self._records if record["method"] == method]
 
-    def run(self, name: str, problem: Problem, method: str, rate: float, seed: int) -> bool:
+    def run(self, method: str, rate: float, seed: int) -> bool:
         """Run and store a trial, unless it is stored. Return whether it ran."""
-        if any((r["rate"], r["seed"]) == (rate, seed) for r in self.stored(name, method)):
+        if any((record["rate"], record["seed"]) == (rate, seed) for record in self.stored(method)):
             return False
-        trial = {"network": name, "method": method, "rate": rate, "seed": seed, **self._same}
-        record = trial | run(problem, method, rate, seed, self._same["steps"], self._same["schedule"])
+        trial = {"network": self._same["network"], "method": method, "rate": rate, "seed": seed} | self._same
+        record = trial | run(self._problem, method, rate, seed, self._same["steps"], self._same["schedule"])
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps(record), flush=True)
@@ -564,24 +592,24 @@ class Trials:
         return True
 
 
-def search(trials: Trials, name: str, problem: Problem, method: str, rates: list[float], seeds: list[int]) -> None:
+def search(trials: Trials, method: str, rates: list[float], seeds: list[int]) -> None:
     """Search for a method's best rate with the first seed, and then run the best rate with all seeds.
 
     If no trial is stored, the search begins with `rates`. For Muon with another rate of Adam, it begins with the best
     rate of "muon" and its neighbours.
     """
-    if method in MUON and method != "muon" and trials.stored(name, "muon"):
-        of_muon = brackets.bracket(brackets.mean_scores(trials.stored(name, "muon")))
+    if method in MUON and method != "muon" and trials.stored("muon"):
+        of_muon = brackets.bracket(brackets.mean_scores(trials.stored("muon")))
         rates = [rate for rate in of_muon if rate is not None]
-    elif trials.stored(name, method):
+    elif trials.stored(method):
         rates = []
     for rate in rates:
-        trials.run(name, problem, method, rate, seeds[0])
+        trials.run(method, rate, seeds[0])
     more = True
     while more:
-        found = brackets.bracket(brackets.mean_scores(trials.stored(name, method)))
+        found = brackets.bracket(brackets.mean_scores(trials.stored(method)))
         wanted = [(found.best, seed) for seed in seeds] if found.closed else [(r, seeds[0]) for r in found.missing()]
-        more = any([trials.run(name, problem, method, rate, seed) for rate, seed in wanted])
+        more = any([trials.run(method, rate, seed) for rate, seed in wanted])
 
 
 def report(records: list[dict[str, Any]]) -> None:
@@ -621,8 +649,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=[*PROBLEMS, README], metavar="NAME")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=10, metavar="SHARE", help="N divided by the batch size")
+    parser.add_argument("--steps", type=int, help="60, except for held-out networks, which have their own number")
+    parser.add_argument(
+        "--batch", type=int, metavar="SHARE", help="N divided by the batch size: 10, except for held-out networks"
+    )
     parser.add_argument(
         "--schedule", default="falling", choices=("falling", "tail", "average"), help="schedule of the rate, see above"
     )
@@ -636,35 +666,38 @@ def main() -> None:
         starts(options.networks or ["vision transformer", "character transformer", README], options.data_dir)
         return
     options.networks = options.networks or list(DEFAULT)
-    same = {name: getattr(options, name) for name in ("steps", "batch", "schedule")}
-    records = [record for path in options.results for record in read(path) if same.items() <= record.items()]
-    if options.batch < 1 or options.steps < 1:
-        parser.error(f"--batch and --steps must be 1 or more, but are {options.batch} and {options.steps}")
+    for name in ("batch", "steps"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more, but is {getattr(options, name)}")
+    records = [record for path in options.results for record in read(path)]
     if options.what == "report":
-        report(records)
+        report([r for name in PROBLEMS for r in records if settings(name, options).items() <= r.items()])
         return
-    if options.what == "times":
-        for name in options.networks:
-            times(
-                name, PROBLEMS[name](options.data_dir, options.batch), options.methods, options.repeats, options.steps
-            )
-        return
-    if options.what == "compile":
-        for name in options.networks:
-            compiled(name, PROBLEMS[name](options.data_dir, options.batch), options.methods)
-        return
-    trials = Trials(records, options.results[-1], same)
-    problems = {name: PROBLEMS[name](options.data_dir, options.batch) for name in options.networks}
-    if options.what == "bracket":
-        for name, problem in problems.items():
-            for method in options.methods:
-                search(trials, name, problem, method, options.rates, options.seeds)
-        return
-    for seed in options.seeds:
-        for name, problem in problems.items():
-            for method in options.methods:
-                for rate in options.rates:
-                    trials.run(name, problem, method, rate, seed)
+    for name in options.networks:
+        same = settings(name, options)
+        problem = PROBLEMS[name](options.data_dir, same["batch"])
+        if options.what == "times":
+            times(name, problem, options.methods, options.repeats, same["steps"])
+            continue
+        if options.what == "compile":
+            compiled(name, problem, options.methods)
+            continue
+        trials = Trials(records, options.results[-1], problem, same)
+        for method in options.methods:
+            if options.what == "bracket":
+                search(trials, method, options.rates, options.seeds)
+                continue
+            for rate, seed in itertools.product(options.rates, options.seeds):
+                trials.run(method, rate, seed)
+
+
+def settings(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a network's name, number of steps, N divided by the batch size, and schedule."""
+    network = HELD_OUT.get(name)
+    steps, batch = (network.steps, network.share) if network else (60, 10)
+    return {
+        "network": name, "steps": options.steps or steps, "batch": options.batch or batch, "schedule": options.schedule
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import kfac
 
 pytestmark = pytest.mark.examples
 
@@ -138,12 +144,13 @@ def test_search_halves_and_doubles_until_the_best_rate_is_bracketed(networks, tm
         return {"score": -abs(math.log(rate / (0.1 if method == "muon" else 0.05)))}
 
     monkeypatch.setattr(networks, "run", run)
-    trials = networks.Trials([], tmp_path / "rows.jsonl", {"steps": 2, "batch": 10, "schedule": "falling"})
-    networks.search(trials, "network", None, "muon", [0.025], [0, 1])
+    same = {"network": "network", "steps": 2, "batch": 10, "schedule": "falling"}
+    trials = networks.Trials([], tmp_path / "rows.jsonl", None, same)
+    networks.search(trials, "muon", [0.025], [0, 1])
     assert [rate for _, rate, seed in ran if seed == 0] == [0.025, 0.0125, 0.05, 0.1, 0.2]
     assert [rate for _, rate, seed in ran if seed == 1] == [0.1]
     del ran[:]
-    networks.search(trials, "network", None, "muon-adam-1", [1.0], [0])
+    networks.search(trials, "muon-adam-1", [1.0], [0])
     assert [rate for _, rate, _ in ran] == [0.05, 0.1, 0.2, 0.025]
     stored = networks.read(tmp_path / "rows.jsonl")
     assert len(stored) == 10 and networks.verdict([r for r in stored if r["method"] == "muon"]) == "best: 0.1"
@@ -212,3 +219,107 @@ def test_steps_to_a_target_at_several_batch_sizes(tmp_path, monkeypatch, capsys)
     results.write_text(results.read_text() + "{")
     with pytest.raises(SystemExit, match=r"batch_sizes.jsonl, line \d+, is no trial"):
         batch_sizes.main(["report", *options])
+
+
+@pytest.fixture(scope="module")
+def held_out_data(tmp_path_factory):
+    """Write random arrays in the shapes of the held-out data, whose downloads would take three minutes."""
+    folder = tmp_path_factory.mktemp("held_out")
+    rng = np.random.default_rng(0)
+    files = {
+        "molecules": {"atoms": rng.integers(1, 11, (8100, 32)), "bonds": rng.integers(0, 4, (8100, 32, 32), np.int8),
+                      "points": rng.normal(size=8100)},
+        "spelling": {"letters": rng.integers(1, 27, (1800, 12)), "sounds": rng.integers(0, 40, (1800, 12))},
+        "speech": {"sounds": rng.normal(size=(1300, 50, 40)), "labels": rng.integers(0, 20, 1300)},
+        "digits": {"pixels": rng.uniform(size=(8100, 14, 14)), "labels": rng.integers(0, 10, 8100)},
+        "bible": {"words": rng.integers(0, 2048, (12_100, 64))},
+        "languages": {"letters": rng.integers(0, 64, (4800, 12)), "labels": rng.integers(0, 10, 4800)},
+    }  # fmt: skip
+    for name, arrays in files.items():
+        held = {key: x.astype(np.float32) if x.dtype == np.float64 else x.astype(np.int32) for key, x in arrays.items()}
+        np.savez(folder / f"{name}.npz", **held)
+    return folder
+
+
+HELD_OUT_SIZES = {
+    "molecules": 88_641,
+    "breast cancer": 35_585,
+    "spelling to sounds": 242_345,
+    "flow of patches": 154_252,
+    "speech": 129_140,
+    "digits": 26_298,
+    "masked words": 368_448,
+    "languages": 126_666,
+}
+
+
+def test_held_out_networks_are_the_eight_of_the_page(networks):
+    assert networks.HELD_OUT.keys() == {f"held out: {name}" for name in HELD_OUT_SIZES}
+    page = (FOLDER / "HELD_OUT.md").read_text()
+    for (name, size), network in zip(HELD_OUT_SIZES.items(), networks.HELD_OUT.values(), strict=True):
+        (row,) = re.findall(rf"\n\| {name}: .*", page)
+        assert f"| {size:,} |" in row and f"| {network.steps} |" in row
+
+
+@pytest.mark.parametrize("name", HELD_OUT_SIZES)
+def test_held_out_problem_has_exact_statistics_and_a_finite_loss(networks, held_out_data, name):
+    make, _, steps, _ = networks.HELD_OUT[f"held out: {name}"]
+    problem = make(held_out_data, 100)
+    params, state = problem.init(jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == HELD_OUT_SIZES[name]
+    batch = next(problem.batches(0, steps))
+    layers = kfac.find_layers(problem.loss, params, state, *batch, has_aux=True, strict=True)
+    assert layers.num_examples == len(batch[0])
+    loss, _ = jax.jit(problem.loss)(params, state, *batch)
+    assert math.isfinite(loss)
+
+
+@pytest.fixture
+def regression(networks):
+    """Return a small regression problem with a kernel of 4 x 16, a bias and a kernel of 16 x 1."""
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    y = np.sin(x.sum(1, keepdims=True))
+
+    def init(key):
+        first, second = jax.random.normal(key, (4, 16)) / 2, jax.random.normal(key, (16, 1)) / 4
+        return {"first": first, "bias": jnp.zeros(16), "second": second}, {}
+
+    def loss(params, state, x, y):
+        hidden = jnp.tanh(x @ params["first"] + params["bias"])
+        return jnp.mean((hidden @ params["second"] - y) ** 2), state
+
+    def batches(seed, steps):
+        return iter([(x, y)] * steps)
+
+    return networks.Problem(init, loss, batches, lambda params, state: -float(loss(params, state, x, y)[0]))
+
+
+@pytest.mark.parametrize("method", ["no-statistics", "soap-spectral", "muon-adaptive"])
+def test_programs_of_an_ablation_reduce_the_loss(networks, regression, method):
+    assert networks.programs(regression, method, None).observe is None
+    begin = regression.score(*regression.init(jax.random.key(0)))
+    found = networks.run(regression, method, 0.1, 0, 40, "falling")
+    assert found["score"] > begin / 2
+
+
+def test_spectral_step_has_the_spectral_norm_of_a_kernel_in_kfac():
+    import ablations
+
+    matrix = np.random.default_rng(0).normal(size=(6, 24)).astype(np.float32)
+    step = ablations.spectral_step(jnp.asarray(matrix), overlap=9.0)
+    assert np.linalg.norm(step, 2) == pytest.approx(6.0, rel=0.05)
+    np.testing.assert_allclose(step / matrix, step[0, 0] / matrix[0, 0], rtol=1e-5)
+    np.testing.assert_allclose(ablations.vector_step(jnp.array([3.0, 0.0, -4.0])) ** 2, [0.0072, 0, 0.0128], rtol=1e-5)
+
+
+def test_adaptive_rates_grow_where_the_loss_falls_along_the_last_update_and_never_below_one():
+    import ablations
+
+    tx = ablations.adaptive_rates(optax.sgd(0.1), lambda count: 0.1)
+    params = {"flat": jnp.ones(3), "sharp": jnp.ones(3)}
+    state = tx.init(params)
+    for step in range(20):
+        sign = (-1.0) ** step
+        updates, state = tx.update({"flat": jnp.ones(3), "sharp": sign * jnp.ones(3)}, state, params)
+    assert state.multipliers["flat"] == 4 and state.multipliers["sharp"] == 1
+    np.testing.assert_allclose(updates["flat"], -0.4, rtol=1e-6)
