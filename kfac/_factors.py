@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class Uncombined(Statistics):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kronecker(Statistics):
-    """The Kronecker factors of one layer, or their inverses.
+    """The Kronecker factors of one layer.
 
     Stacked layers have a leading axis of copies in each array.
 
@@ -118,18 +118,18 @@ def diagonals(stack: Array) -> Array:
     return lax.slice(stack.reshape(k, d * d), (0, 0), (k, d * d), (1, d + 1))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Eigen:
-    """Eigendecompositions of symmetric matrices `vectors diag(values) vectors^T`.
+class Basis(NamedTuple):
+    """The eigenvectors of a layer's factors, in the columns of orthogonal matrices.
+
+    Stacked layers and stacks of blocks have a leading axis.
 
     Attributes:
-      vectors: eigenvectors `[k, d, d]`.
-      values: non-negative eigenvalues `[k, d]`, or None if only the vectors are known.
+      A: the eigenvectors of `A`, `[d_in, d_in]`. None stands for the identity, the eigenvectors of a diagonal factor.
+      G: the eigenvectors of `G`, `[d_out, d_out]`, or None.
     """
 
-    vectors: Any
-    values: Any
+    A: Any
+    G: Any
 
 
 @jax.tree_util.register_dataclass

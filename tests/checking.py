@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kfac
-from kfac.types import Kronecker
+from kfac.types import Basis
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
@@ -216,7 +216,7 @@ def rotations(layers, dtype=np.float64):
         return jnp.asarray(np.linalg.qr(rng.normal(size=shape))[0], dtype)
 
     return {
-        layer.name: Kronecker(rotation(layer.factor_shapes["A"]), rotation(layer.factor_shapes["G"]))
+        layer.name: Basis(rotation(layer.factor_shapes["A"]), rotation(layer.factor_shapes["G"]))
         for layer in layers
         if layer.supports_ekfac
     }

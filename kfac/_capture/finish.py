@@ -19,7 +19,7 @@ from jax import Array
 
 from kfac._capture.axes import Atom
 from kfac._capture.taps import Key, KroneckerTap
-from kfac._factors import Kronecker, Ragged, Statistics, Tied, Unitwise
+from kfac._factors import Basis, Kronecker, Ragged, Statistics, Tied, Unitwise
 from kfac._layers import FactorShapes, Layer
 from kfac._mesh import with_auto_axes
 from kfac._packing import in_blocks, pieces_along
@@ -99,7 +99,7 @@ class KroneckerFinisher:
         loops = len(self._stack) - 1
         return scatter.packed(self._factors, sums, loops, int(self._layer.stacked))
 
-    def eigenvectors(self, basis: Kronecker) -> dict[Key, Kronecker]:
+    def eigenvectors(self, basis: Basis) -> dict[Key, Basis]:
         """Arrange the layer's eigenvectors for its taps, by the taps' `basis` keys."""
 
         def arranged(vectors):
@@ -114,7 +114,7 @@ class KroneckerFinisher:
         for tap in self._taps:
             if tap.basis:
                 part = tap.basis.number
-                result[tap.basis] = Kronecker(a[part], g[part])
+                result[tap.basis] = Basis(a[part], g[part])
         return result
 
     def _factors(self, sums: Sequence[Any]) -> Any:

@@ -22,7 +22,7 @@ from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
 from kfac._capture.trace import Trace, split_over
-from kfac._factors import Factors, Kronecker, Ragged, Statistics
+from kfac._factors import Basis, Factors, Kronecker, Ragged, Statistics
 from kfac._layers import Layer, Layers
 from kfac._mesh import AxisName, device_axes, dividing_axes, split_along
 from kfac._statistics.convolution import Convolution
@@ -59,7 +59,7 @@ class Planned(NamedTuple):
             probes |= finisher.probes
         return probes
 
-    def eigenvectors(self, basis: Mapping[str, Kronecker]) -> dict[Key, Any]:
+    def eigenvectors(self, basis: Mapping[str, Basis]) -> dict[Key, Any]:
         """Arrange the eigenvectors of the layers in `basis` for the layers' taps."""
         vectors: dict[Key, Any] = {}
         for name, of_layer in basis.items():

@@ -13,16 +13,28 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kfac._curvature.eigh import block_eigenvalues, decompose_factors, eigenvalues
+from kfac._curvature.eigh import decompose, outer_products
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
     aligned,
     identities,
     product,
 )
-from kfac._factors import Kronecker, diagonals, is_diagonal
+from kfac._factors import Basis, Kronecker, diagonals, is_diagonal
 
 LEAF = 600  # larger matrices are split into halves; smaller leaves gain little and take time to compile
+
+
+class CholeskyState(NamedTuple):
+    """The inverses of `k` blocks' damped factors.
+
+    Attributes:
+      A: `(A + pi sqrt(l) I)^-1`, `[k, d_in, d_in]`, or `[k, d_in]` for a diagonal factor.
+      G: `(G + sqrt(l)/pi I)^-1`, `[k, d_out, d_out]`, or `[k, d_out]` for a diagonal factor.
+    """
+
+    A: Array
+    G: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +64,9 @@ class Cholesky(BlockPreconditioner):
     def init(self, factors):
         """Return identities in the shapes of `A` and `G`."""
         dtype = self.state_dtype(factors.A.dtype)
-        return Kronecker(
-            identities(factors.A.shape, dtype), identities(factors.G.shape, dtype)
-        )
+        a = identities(factors.A.shape, dtype)
+        g = identities(factors.G.shape, dtype)
+        return CholeskyState(a, g)
 
     def refresh(self, state, factors, damping):
         """Invert both damped factors."""
@@ -63,7 +75,7 @@ class Cholesky(BlockPreconditioner):
         g, condition_g = invert_damped(factors.G, on_g, state.G.dtype)
         usable = (condition_a > 0) & (condition_g > 0)
         condition = jnp.where(usable, jnp.maximum(condition_a, condition_g), 0)
-        return Kronecker(a, g), condition
+        return CholeskyState(a, g), condition
 
     def apply(self, state, matrices, damping):
         """Return `G^-1 V A^-1`."""
@@ -79,10 +91,10 @@ class Cholesky(BlockPreconditioner):
     def spectrum(self, state, factors, damping):
         """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
-        basis = decompose_factors(factors, factors.A.dtype)
-        a = eigenvalues(basis.A) + on_a[:, None]
-        g = eigenvalues(basis.G) + on_g[:, None]
-        return basis, block_eigenvalues(Kronecker(a, g))
+        a = decompose(factors.A, factors.A.dtype)
+        g = decompose(factors.G, factors.G.dtype)
+        values = outer_products(g.values + on_g[:, None], a.values + on_a[:, None])
+        return Basis(a.vectors, g.vectors), values
 
 
 def split_damping(

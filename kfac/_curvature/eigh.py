@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,26 @@ from kfac._curvature.preconditioner import (
     identities,
     product,
 )
-from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
+from kfac._factors import Basis, Kronecker, is_diagonal, per_block
+
+
+class Eigen(NamedTuple):
+    """The eigendecompositions `vectors diag(values) vectors^T` of `k` factors.
+
+    Attributes:
+      vectors: the eigenvectors, `[k, d, d]`. None for diagonal factors, whose eigenvectors are the identity.
+      values: the eigenvalues, not negative, `[k, d]`.
+    """
+
+    vectors: Array | None
+    values: Array
+
+
+class EighState(NamedTuple):
+    """The decomposed factors of `k` blocks, without damping."""
+
+    A: Eigen
+    G: Eigen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,87 +71,77 @@ class Eigh(BlockPreconditioner):
     flops = 9.0  # Golub & Van Loan 2013, section 8.3
 
     def init(self, factors):
-        """Return identities. A diagonal factor has eigenvalues only."""
+        """Return decomposed identities."""
         dtype = self.state_dtype(factors.A.dtype)
-        return Kronecker(
-            identity_basis(factors.A, dtype), identity_basis(factors.G, dtype)
-        )
+        a = decomposed_identities(factors.A, dtype)
+        g = decomposed_identities(factors.G, dtype)
+        return EighState(a, g)
 
     def refresh(self, state, factors, damping):
         """Decompose both factors."""
         # The new decompositions do not depend on the old state.
-        new = decompose_factors(factors, self.state_dtype(factors.A.dtype))
-        return new, condition_of(eigenvalues(new.A), eigenvalues(new.G), damping)
+        dtype = self.state_dtype(factors.A.dtype)
+        a = decompose(factors.A, dtype)
+        g = decompose(factors.G, dtype)
+        return EighState(a, g), condition_of(a.values, g.values, damping)
 
     def spectrum(self, state, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
-        basis = decompose_factors(factors, factors.A.dtype)
-        return basis, block_eigenvalues(basis) + damping[:, None, None]
+        a = decompose(factors.A, factors.A.dtype)
+        g = decompose(factors.G, factors.G.dtype)
+        values = outer_products(g.values, a.values) + damping[:, None, None]
+        return Basis(a.vectors, g.vectors), values
 
     def apply(self, state, matrices, damping):
         """Divide the gradients by the damped eigenvalues in the eigenbasis."""
-        factors = Kronecker(eigenvalues(state.A), eigenvalues(state.G))
-        damping = damping_of_blocks(self, factors, damping)
-        values = block_eigenvalues(state)
+        diagonal_factors = Kronecker(state.A.values, state.G.values)
+        damping = damping_of_blocks(self, diagonal_factors, damping)
+        values = self._eigenvalues(state)
         damping = jnp.where(damping > 0, damping, jnp.nan).astype(values.dtype)
-        scaled = rotate(matrices, state, self.precision, back=False)
-        scaled = scaled / (values + per_block(damping, values))
-        return rotate(scaled.astype(matrices.dtype), state, self.precision, back=True)
+        turn = functools.partial(
+            rotate,
+            precision=self.precision,
+            rows=state.G.vectors,
+            columns=state.A.vectors,
+        )
+        scaled = turn(matrices, back=False) / (values + per_block(damping, values))
+        return turn(scaled.astype(matrices.dtype), back=True)
+
+    def _eigenvalues(self, state: Any) -> Array:
+        """Return the blocks' eigenvalues without damping, `[k, d_out, d_in]`."""
+        return outer_products(state.G.values, state.A.values)
 
 
-def identity_basis(
+def decomposed_identities(
     stack: Array,
     dtype: DTypeLike,
-) -> Eigen | Array:
-    """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`.
-
-    For diagonals `[k, d]`, return the eigenvalues only, which are ones.
-    """
-    values = jnp.ones(stack.shape[:2], stack.dtype)
-    if is_diagonal(stack):
-        return values
-    return Eigen(identities(stack.shape, dtype), values)
-
-
-def decompose_factors(
-    factors: Kronecker,
-    dtype: DTypeLike,
-) -> Kronecker:
-    """Apply `decompose` to both factors."""
-    return Kronecker(decompose(factors.A, dtype), decompose(factors.G, dtype))
+) -> Eigen:
+    """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`."""
+    vectors = None if is_diagonal(stack) else identities(stack.shape, dtype)
+    return Eigen(vectors, jnp.ones(stack.shape[:2], stack.dtype))
 
 
 def decompose(
     stack: Array,
     dtype: DTypeLike,
-) -> Eigen | Array:
-    """Return eigenvectors in `dtype` and eigenvalues of symmetric matrices `[k, d, d]`.
+) -> Eigen:
+    """Decompose symmetric matrices `[k, d, d]` or diagonals `[k, d]`, with eigenvectors in `dtype`.
 
-    For diagonals `[k, d]`, return the eigenvalues only. Negative eigenvalues become 0, because rounding can make the
-    eigenvalues of a second moment negative.
+    Negative eigenvalues become 0, because rounding can make the eigenvalues of a second moment negative.
     """
     if is_diagonal(stack):
-        return jnp.maximum(stack, 0)
+        return Eigen(None, jnp.maximum(stack, 0))
     # LAPACK expects column-major matrices. Passing the transpose, which is equal by symmetry, saves XLA a copy.
     vectors, values = lax.linalg.eigh(stack.mT, symmetrize_input=False)
     return Eigen(vectors.astype(dtype), jnp.maximum(values, 0))
 
 
-def eigenvalues(side: Eigen | Array) -> Array:
-    """Return one side's eigenvalues `[k, d]`. For a diagonal factor, `side` is the array of eigenvalues."""
-    return side.values if isinstance(side, Eigen) else side
-
-
-def block_eigenvalues(state: Kronecker) -> Array:
-    """Return the blocks' eigenvalues `[k, d_out, d_in]`.
-
-    They are the moments for blocks that have received any, otherwise `l_G l_A^T`, the eigenvalues of `A (x) G`.
-    """
-    products = eigenvalues(state.G)[:, :, None] * eigenvalues(state.A)[:, None, :]
-    if state.moments is None:
-        return products
-    has_moments = state.moments.weight[:, None, None] > 0
-    return jnp.where(has_moments, state.moments.average, products)
+def outer_products(
+    g: Array,
+    a: Array,
+) -> Array:
+    """Return `l_G l_A^T`, the eigenvalues `[k, d_out, d_in]` of `A (x) G`, from both factors' eigenvalues."""
+    return g[:, :, None] * a[:, None, :]
 
 
 def condition_of(
@@ -153,35 +164,35 @@ def condition_of(
 
 def rotate(
     matrices: Array,
-    state: Kronecker,
-    precision: str,
     *,
+    rows: Array | None,
+    columns: Array | None,
+    precision: str,
     back: bool,
 ) -> Array:
-    """Return `Q_G^T V Q_A`, or with `back` `Q_G V Q_A^T`. The eigenvectors of a diagonal factor are the identity."""
+    """Return `R^T V C`, or with `back` `R V C^T`.
 
-    def by_products(matrices, basis):
-        g = basis.G
-        a = basis.A
-        if g is not None:
+    Args:
+      matrices: `V`, `[k, m, n]`.
+      rows: the basis `R` of the rows' space, `[k, m, m]`. None stands for the identity.
+      columns: the basis `C` of the columns' space, `[k, n, n]`, or None.
+      precision: the arithmetic, an option of `BlockPreconditioner`.
+      back: whether to return from the bases.
+    """
+
+    def by_products(x, rows, columns):
+        if rows is not None:
             left = "kab,kbc->kac" if back else "kba,kbc->kac"
-            matrices = product(left, precision, g.dtype, matrices.dtype, g, matrices)
-        if a is not None:
+            x = product(left, precision, rows.dtype, x.dtype, rows, x)
+        if columns is not None:
             right = "kac,kdc->kad" if back else "kac,kcd->kad"
-            matrices = product(right, precision, a.dtype, matrices.dtype, matrices, a)
-        return matrices
+            x = product(right, precision, columns.dtype, x.dtype, x, columns)
+        return x
 
-    def by_aligned_products(matrices, basis):
-        rows, columns = matrices.shape[1:]
-        aligned_basis = jax.tree.map(aligned, basis)
-        return by_products(aligned(matrices), aligned_basis)[:, :rows, :columns]
+    def by_aligned_products(*arrays):
+        m, n = matrices.shape[1:]
+        return by_products(*jax.tree.map(aligned, arrays))[:, :m, :n]
 
-    basis = Kronecker(_vectors(state.A), _vectors(state.G))
     return lax.platform_dependent(
-        matrices, basis, cuda=by_aligned_products, default=by_products
+        matrices, rows, columns, cuda=by_aligned_products, default=by_products
     )
-
-
-def _vectors(side: Eigen | Array | None) -> Array | None:
-    """Return one side's eigenvectors, or None for the identity."""
-    return side.vectors if isinstance(side, Eigen) else None

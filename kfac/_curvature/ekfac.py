@@ -11,25 +11,25 @@ from jax.typing import DTypeLike
 
 from kfac._checks import check_shapes
 from kfac._curvature.cholesky import close_product
-from kfac._curvature.eigh import (
-    Eigh,
-    block_eigenvalues,
-    condition_of,
-)
+from kfac._curvature.eigh import Eigen, Eigh, condition_of
 from kfac._curvature.preconditioner import averaged
-from kfac._factors import Eigen, Kronecker
+from kfac._factors import Basis
 
 
-class Moments(NamedTuple):
-    """Second moments of `k` blocks' per-example gradients in the preconditioner's eigenbasis.
+class EKFACState(NamedTuple):
+    """The decomposed factors of `k` blocks, and second moments of per-example gradients in this eigenbasis.
 
     Attributes:
-      average: the bias-corrected running average, `[k, d_out, d_in]`.
-      weight: the sum of the weights in the average, `[k]`; 0 before the first statistics.
+      A: as in `EighState`.
+      G: as in `EighState`.
+      moments: the moments' bias-corrected running average, `[k, d_out, d_in]`. None if no block has moments.
+      weight: the sum of the weights in the average, `[k]`; 0 before the first moments. None if no block has moments.
     """
 
-    average: Array
-    weight: Array
+    A: Eigen
+    G: Eigen
+    moments: Array | None = None
+    weight: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +69,22 @@ class EKFAC(Eigh):
 
     def init(self, factors):
         """Return the state of `Eigh`, with zero moments if any block has moments."""
-        state = super().init(factors)
+        state = EKFACState(*super().init(factors))
         if factors.moments is None:
             return state
         weight = jnp.zeros_like(factors.moments[:, 0, 0])
-        return dataclasses.replace(state, moments=Moments(factors.moments, weight))
+        return state._replace(moments=factors.moments, weight=weight)
 
     def refresh(self, state, factors, damping):
         """Decompose both factors, and transform the moments to the new basis."""
-        new, condition = super().refresh(state, factors, damping)
+        (a, g), condition = super().refresh(state, factors, damping)
         if state.moments is None:
-            return new, condition
-        average = between_bases(state.moments.average, state, new)
-        new = dataclasses.replace(new, moments=state.moments._replace(average=average))
-        values = block_eigenvalues(new).reshape(len(damping), -1)
+            return EKFACState(a, g), condition
+        moments = between_bases(
+            state.moments, self.basis(state), Basis(a.vectors, g.vectors)
+        )
+        new = EKFACState(a, g, moments, state.weight)
+        values = self._eigenvalues(new).reshape(len(damping), -1)
         return new, condition_of(values, jnp.ones_like(values), damping)
 
     def spectrum(self, state, factors, damping):
@@ -93,26 +95,31 @@ class EKFAC(Eigh):
         if state is None or state.moments is None:
             return super().spectrum(state, factors, damping)
 
-        def along(side, factor):
-            q = side.vectors.astype(factor.dtype)
+        def along(eigen, factor):
+            q = eigen.vectors.astype(factor.dtype)
             values = jnp.einsum("kji,kjl,kli->ki", q, factor, q, precision="highest")
             return Eigen(q, values)
 
-        basis = Kronecker(along(state.A, factors.A), along(state.G, factors.G))
-        values = block_eigenvalues(dataclasses.replace(basis, moments=state.moments))
-        return basis, values + damping[:, None, None]
+        state = state._replace(A=along(state.A, factors.A), G=along(state.G, factors.G))
+        return self.basis(state), self._eigenvalues(state) + damping[:, None, None]
+
+    def _eigenvalues(self, state):
+        """Return the moments of blocks that have received any, and the products of eigenvalues for other blocks."""
+        products = super()._eigenvalues(state)
+        if state.moments is None:
+            return products
+        return jnp.where(state.weight[:, None, None] > 0, state.moments, products)
 
     def update_moments(self, state, moments, decay, taken):
         """Update the running average of the moments."""
-        old = state.moments
-        average, weight = averaged(old.average, old.weight, moments, decay, taken)
-        return dataclasses.replace(state, moments=Moments(average, weight))
+        new, weight = averaged(state.moments, state.weight, moments, decay, taken)
+        return state._replace(moments=new, weight=weight)
 
     def basis(self, state):
         """Return the eigenvectors, or None for a stack without moments."""
         if state.moments is None:
             return None
-        return Kronecker(state.A.vectors, state.G.vectors)
+        return Basis(state.A.vectors, state.G.vectors)
 
     def check(self, layer, block):
         """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
@@ -129,18 +136,13 @@ class EKFAC(Eigh):
 
 def between_bases(
     moments: Array,
-    old: Kronecker,
-    new: Kronecker,
+    old: Basis,
+    new: Basis,
 ) -> Array:
     """Transform moments `[k, d_out, d_in]` to another eigenbasis, see `squared_basis_change`."""
-    dtype = moments.dtype
-    if isinstance(new.G, Eigen):
-        change = squared_basis_change(old.G.vectors, new.G.vectors, dtype)
-        moments = close_product(change, moments)
-    if isinstance(new.A, Eigen):
-        change = squared_basis_change(old.A.vectors, new.A.vectors, dtype)
-        moments = close_product(moments, change.mT)
-    return moments
+    g = squared_basis_change(old.G, new.G, moments.dtype)
+    a = squared_basis_change(old.A, new.A, moments.dtype)
+    return close_product(close_product(g, moments), a.mT)
 
 
 def squared_basis_change(

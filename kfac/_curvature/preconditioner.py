@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kfac._checks import check, check_type
-from kfac._factors import per_block, safe_ratio
+from kfac._factors import Basis, per_block, safe_ratio
 from kfac._layers import Layer
 from kfac._mesh import PyTree
 from kfac._packing import Shape, pad_end
@@ -163,7 +163,7 @@ class BlockPreconditioner(abc.ABC):
         state: Any,
         factors: Any,
         damping: Array,
-    ) -> tuple[Any, Array]:
+    ) -> tuple[Basis, Array]:
         """Decompose the damped blocks for `kfac.curvature.operator`.
 
         Args:
@@ -173,8 +173,7 @@ class BlockPreconditioner(abc.ABC):
           damping: `[k]`.
 
         Returns:
-          The damped blocks' eigenvectors, and their eigenvalues `[k, d_out, d_in]`. The eigenvectors are a `Kronecker`
-          whose sides are `Eigen`, or arrays `[k, d]` if the eigenvectors are the identity.
+          The damped blocks' eigenvectors, a `kfac.types.Basis`, and their eigenvalues `[k, d_out, d_in]`.
 
         Raises:
           ValueError: the inverse has no eigenvectors, which is the default.
@@ -229,8 +228,8 @@ class BlockPreconditioner(abc.ABC):
             f"{type(self).__name__} takes gradients, but has no method `precondition_momentum`"
         )
 
-    def basis(self, state: Any) -> Any:
-        """Return the eigenbasis for the moments in the next statistics, a `Kronecker`, or None without moments."""
+    def basis(self, state: Any) -> Basis | None:
+        """Return the eigenbasis for the moments in the next statistics, or None without moments."""
         return None
 
     def check(

@@ -19,21 +19,25 @@ from kfac._curvature.preconditioner import (
     cosine,
     identities,
 )
-from kfac._factors import Eigen, Kronecker, is_diagonal, per_block
+from kfac._factors import is_diagonal, per_block
 
 
-class Adam(NamedTuple):
-    """Adam's state of `k` blocks in their eigenbasis. Outputs come last, as in the memory layout of most kernels.
+class SOAPState(NamedTuple):
+    """The bases of `k` blocks, and Adam's state in them. Outputs come last, as in the memory layout of most kernels.
 
     Attributes:
-      average: the bias-corrected running average of squared gradients, `[k, d_in, d_out]`.
-      weight: the sum of the weights in the average, `[k]`; 0 before the first gradient.
-      trace: the gradients' momentum, `[k, d_in, d_out]`.
+      A: approximate eigenvectors of `A`, `[k, d_in, d_in]`. None for diagonal factors.
+      G: approximate eigenvectors of `G`, `[k, d_out, d_out]`. None for diagonal factors.
+      squares: the bias-corrected running average of squared gradients, `[k, d_in, d_out]`.
+      weight: the sum of the weights in `squares`, `[k]`; 0 before the first gradient.
+      momentum: the gradients' momentum, `[k, d_in, d_out]`.
     """
 
-    average: Array
+    A: Array | None
+    G: Array | None
+    squares: Array
     weight: Array
-    trace: Array
+    momentum: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,65 +91,71 @@ class SOAP(BlockPreconditioner):
         check_range("decay", self.decay, "[0, 1)")
 
     def init(self, factors):
-        """Return identities as eigenvectors, and zero moments."""
+        """Return identities as eigenvectors, and zero squares and momentum."""
 
         def identity(stack):
-            if is_diagonal(stack):
-                return None
-            return Eigen(identities(stack.shape, stack.dtype), None)
+            return None if is_diagonal(stack) else identities(stack.shape, stack.dtype)
 
-        average = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
-        # Separate arrays, so that each can be donated.
-        adam = Adam(average, average[:, 0, 0], jnp.zeros_like(average))
-        return Kronecker(identity(factors.A), identity(factors.G), adam)
+        zeros = jnp.zeros((*factors.A.shape[:2], factors.G.shape[1]), factors.A.dtype)
+        return SOAPState(
+            A=identity(factors.A),
+            G=identity(factors.G),
+            squares=zeros,
+            weight=zeros[:, 0, 0],
+            # Not the array of the squares, so that each can be donated.
+            momentum=jnp.zeros_like(zeros),
+        )
 
     def refresh(self, state, factors, damping):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
         a = orthogonal_iteration(state.A, factors.A)
         g = orthogonal_iteration(state.G, factors.G)
-        average = jax.vmap(_reorder)(state.moments.average, a.order, g.order)
-        new = Kronecker(a.basis, g.basis, None)
-        trace = self._rotated(state, state.moments.trace, back=True)
-        trace = self._rotated(new, trace, back=False)
-        moments = state.moments._replace(average=average, trace=trace)
+        squares = jax.vmap(_reorder)(state.squares, a.order, g.order)
+        new = state._replace(A=a.vectors, G=g.vectors, squares=squares)
+        momentum = self._rotated(state, state.momentum, back=True)
+        momentum = self._rotated(new, momentum, back=False)
         condition = condition_of(a.quotients, g.quotients, damping)
-        return dataclasses.replace(new, moments=moments), condition
+        return new._replace(momentum=momentum), condition
 
     def precondition_momentum(self, state, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
-        old = state.moments
-        new = self._rotated(state, matrices, back=False)
-        decay = jnp.asarray(self.decay)
-        squares = jnp.square(new)
-        average, weight = averaged(old.average, old.weight, squares, decay, ready)
-        trace, ahead = momentum.moved(old.trace, new)
-        scaled = self._scaled(average, ahead, damping)
+        gradient = self._rotated(state, matrices, back=False)
+        squares, weight = averaged(
+            state.squares,
+            state.weight,
+            jnp.square(gradient),
+            jnp.asarray(self.decay),
+            ready,
+        )
+        trace, ahead = momentum.moved(state.momentum, gradient)
+        scaled = self._scaled(squares, ahead, damping)
         scaled = jnp.where(per_block(ready, ahead), scaled, ahead)
         moved = self._rotated(state, scaled.astype(matrices.dtype), back=True)
-        angle = cosine(self._scaled(old.average, old.trace, damping), new)
-        adam = Adam(average, weight, trace)
-        return dataclasses.replace(state, moments=adam), moved, angle
+        last_direction = self._scaled(state.squares, state.momentum, damping)
+        new = state._replace(squares=squares, weight=weight, momentum=trace)
+        return new, moved, cosine(last_direction, gradient)
 
     def apply(self, state, matrices, damping):
-        """Divide the gradients by the root of the moments in the eigenbasis."""
+        """Divide the gradients by the root of the squares in the eigenbasis."""
         rotated = self._rotated(state, matrices.mT, back=False)
-        scaled = self._scaled(state.moments.average, rotated, damping)
+        scaled = self._scaled(state.squares, rotated, damping)
         return self._rotated(state, scaled.astype(matrices.dtype), back=True).mT
 
-    def _scaled(self, average, matrices, damping):
+    def _scaled(self, squares, matrices, damping):
         # The smallest damping is for blocks with zero gradients for long, or from the start.
-        least = jnp.finfo(average.dtype).tiny
-        mean = jnp.mean(average, axis=(1, 2), keepdims=True) if self.relative else 1
+        least = jnp.finfo(squares.dtype).tiny
+        mean = jnp.mean(squares, axis=(1, 2), keepdims=True) if self.relative else 1
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
-        return matrices / jnp.sqrt(average + damping.astype(average.dtype))
+        return matrices / jnp.sqrt(squares + damping.astype(squares.dtype))
 
     def _rotated(self, state, matrices, *, back):
-        # Round the basis only here. A basis stored in bfloat16 would not stay orthogonal between refreshes.
+        # Round the bases only here. Bases stored in bfloat16 would not stay orthogonal between refreshes.
         def rounded(x):
             return x.astype(self.state_dtype(x.dtype))
 
-        basis = jax.tree.map(rounded, Kronecker(state.G, state.A))
-        return rotate(matrices, basis, self.precision, back=back)
+        a, g = jax.tree.map(rounded, (state.A, state.G))
+        # The matrices are `[k, d_in, d_out]`: their rows belong to the inputs.
+        return rotate(matrices, rows=a, columns=g, precision=self.precision, back=back)
 
 
 # Added to a factor's eigenvalues, in units of their mean. Eigenvectors with an eigenvalue of almost zero then stay as
@@ -158,28 +168,28 @@ class IterationStep(NamedTuple):
     """The result of an orthogonal iteration step for `k` matrices. For diagonals, `quotients` are their entries.
 
     Attributes:
-      basis: the new eigenvectors `[k, d, d]`.
+      vectors: the new eigenvectors `[k, d, d]`, or None for the identity.
       quotients: the Rayleigh quotients `q^T A q` of the old eigenvectors `q`, `[k, d]`, in descending order.
       order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`.
     """
 
-    basis: Eigen | None
+    vectors: Array | None
     quotients: Array
     order: Array
 
 
-def orthogonal_iteration(old: Eigen | None, stack: Array) -> IterationStep:
+def orthogonal_iteration(old: Array | None, stack: Array) -> IterationStep:
     """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
         order = lax.broadcasted_iota(jnp.int32, stack.shape, 1)
         return IterationStep(None, stack, order)
-    image = exact_product(stack, old.vectors)
-    quotients = jnp.sum(old.vectors * image, axis=1)
+    image = exact_product(stack, old)
+    quotients = jnp.sum(old * image, axis=1)
     quotients, order = lax.top_k(quotients, stack.shape[1])
     mean = per_block(jnp.mean(quotients, axis=1), image)
-    image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old.vectors
+    image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")
-    return IterationStep(Eigen(orthonormal(image), None), quotients, order)
+    return IterationStep(orthonormal(image), quotients, order)
 
 
 def _reorder(matrix: Array, rows: Array, columns: Array) -> Array:

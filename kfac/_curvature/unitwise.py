@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kfac._curvature.preconditioner import BlockPreconditioner, identities
-from kfac._factors import Eigen, Kronecker, Unitwise
+from kfac._factors import Basis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +17,13 @@ class ChannelPreconditioner(BlockPreconditioner):
     """`(F + l I)^-1 v` for every channel, with `F` `[k, channels, p, p]` and `p` 1 or 2.
 
     A layer's channels form one block. The block fails if a channel is not positive definite after damping. The block's
-    condition number is the largest 1-norm condition number of its channels.
+    condition number is the largest 1-norm condition number of its channels. The state is the inverses, an array
+    `[k, channels, p, p]`.
     """
 
     def init(self, factors):
         """Return identities shaped like the statistics."""
-        dtype = self.state_dtype(factors.F.dtype)
-        return Unitwise(identities(factors.F.shape, dtype))
+        return identities(factors.F.shape, self.state_dtype(factors.F.dtype))
 
     def refresh(self, state, factors, damping):
         """Invert all channels in closed form."""
@@ -33,23 +33,19 @@ class ChannelPreconditioner(BlockPreconditioner):
         condition = inverse.condition
         usable = jnp.all(inverse.definite & jnp.isfinite(condition), axis=1)
         worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
-        new = inverse.blocks.astype(state.F.dtype)
-        return dataclasses.replace(state, F=new), worst
+        return inverse.blocks.astype(state.dtype), worst
 
     def spectrum(self, state, factors, damping):
         """Decompose each channel."""
         values, vectors = jnp.linalg.eigh(factors.F)
         # Rounding can make eigenvalues of a second moment negative.
         values = jnp.maximum(values, 0)
-        basis = Kronecker(Eigen(vectors, values), jnp.ones_like(values[..., :1]))
-        return basis, values[..., None, :] + damping[:, None, None, None]
+        return Basis(vectors, None), values[..., None, :] + damping[:, None, None, None]
 
     def apply(self, state, matrices, damping):
         """Multiply each channel by its inverse, in float32 or better."""
         # The inverses contain the damping at their refresh.
-        return jnp.sum(
-            state.F.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1
-        )
+        return jnp.sum(state.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
 class Inverted(NamedTuple):

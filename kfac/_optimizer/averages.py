@@ -19,7 +19,7 @@ from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged, finite
 from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
-from kfac._factors import Average, Factors, Kronecker, Packed, Statistics
+from kfac._factors import Average, Basis, Factors, Packed, Statistics
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import StepContext, join
@@ -309,7 +309,7 @@ def refresh_group(
     return new, wanted & ~result.valid
 
 
-def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Kronecker]:
+def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Basis]:
     """Gather the eigenvectors of blocks with moments from their owners to all devices."""
     sent = {}
     for name in state.bases:

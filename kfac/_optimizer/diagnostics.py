@@ -12,7 +12,7 @@ from jax import Array, lax
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import one_by_one
-from kfac._factors import Factors, Kronecker
+from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 from kfac._optimizer.reshard import some_states
 from kfac._optimizer.state import (
@@ -102,7 +102,7 @@ def statistics_due(opt_state: Any) -> Array:
     return functools.reduce(jnp.logical_or, flags)
 
 
-def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
+def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
     """Return the eigenvectors of the factors, for the argument `basis` of `value_and_grad`.
 
     This function works under `jit`. For an optimizer state it returns the eigenvectors that the optimizer preconditions
@@ -117,7 +117,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       layers: the layers that `find_layers` returned.
 
     Returns:
-      A `Kronecker(A, G)` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
+      A `kfac.types.Basis` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
       `[copies?, d_in, d_in]`, and `G` is `Q_G`, `[copies?, d_out, d_out]`, with columns in the order of increasing
       eigenvalues. Before the first inversion they are identities. EKFAC corrects layers that have a single use, known
       examples and two full, uncut factors (`Layer.supports_ekfac`).
@@ -126,7 +126,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
       ValueError: `source` holds no such state or several, or does not fit the layers.
     """
     check_layers(layers)
-    basis: dict[str, Kronecker] = {}
+    basis: dict[str, Basis] = {}
     if isinstance(source, Factors):
         check_factors(source, layers)
         for layer in layers:
@@ -134,7 +134,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Kronecker]:
                 block: Any = source[layer.name]
                 a = _eigenvectors(block.A)
                 g = _eigenvectors(block.G)
-                basis[layer.name] = Kronecker(a, g)
+                basis[layer.name] = Basis(a, g)
         return basis
     state = find_state(source, "source")
     groups = group_layers(layers)

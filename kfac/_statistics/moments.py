@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kfac._factors import Kronecker
+from kfac._factors import Basis
 from kfac._mesh import sum_of_parts
 from kfac._statistics.convolution import PATCH_ELEMENTS, Patches
 from kfac._statistics.rows import Arrangement, Rows, accumulator
@@ -17,7 +17,7 @@ from kfac._statistics.rows import Arrangement, Rows, accumulator
 def squares_in_basis(
     x: Rows | Patches,
     g: Rows,
-    basis: Kronecker,
+    basis: Basis,
     dtype: DTypeLike,
 ) -> Array:
     """Sum the squared per-example gradients in an eigenbasis, `[copies, d_out, d_in]`.
@@ -48,7 +48,7 @@ def squares_in_basis(
 def _squares(
     a: Array,
     g: Array,
-    basis: Kronecker,
+    basis: Basis,
 ) -> Array:
     """Compute `squares_in_basis` from inputs `[n, copies, s, d_in]` and output gradients `[n, copies, s, d_out]`."""
     q_a = basis.A.astype(a.dtype)

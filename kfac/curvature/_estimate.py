@@ -14,7 +14,7 @@ from kfac._capture.find_layers import layers_of
 from kfac._capture.outputs import find_marks
 from kfac._capture.trace import batch_arguments, trace
 from kfac._capture.value_and_grad import statistics
-from kfac._factors import Factors, Kronecker
+from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 
 
@@ -26,7 +26,7 @@ def estimate_factors(
     *,
     fisher: str = "empirical",
     key: Array | None = None,
-    basis: Mapping[str, Kronecker] | None = None,
+    basis: Mapping[str, Basis] | None = None,
     has_aux: bool = False,
     num_examples: int | None = None,
 ) -> Factors:

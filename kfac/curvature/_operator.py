@@ -15,15 +15,15 @@ from optax import Params
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import RENAMED, check_layers, check_range, with_hints
 from kfac._curvature.blocks import Group, check_factors, group_layers
-from kfac._curvature.eigh import Eigh, rotate
-from kfac._curvature.ekfac import EKFAC, Moments
+from kfac._curvature.eigh import Eigen, Eigh, rotate
+from kfac._curvature.ekfac import EKFAC, EKFACState
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
     check_preconditioner,
     damping_of_blocks,
 )
 from kfac._curvature.refresh import one_by_one
-from kfac._factors import Eigen, Factors, Kronecker
+from kfac._factors import Basis, Factors
 from kfac._layers import Layer, Layers
 from kfac._leaves import map_by_path
 from kfac._optimizer.state import (
@@ -46,24 +46,27 @@ class Block:
     `[channels, 1, p]`. Example: `block @ layer.to_pieces(layer.to_matrix(leaves))`.
 
     Attributes:
-      basis: the eigenvectors `Q = Q_A (x) Q_G`, an `Eigen` per side. A side whose eigenvectors are the identity has an
-        array `[k, d]` instead.
+      basis: the eigenvectors `Q = Q_A (x) Q_G`, `[k, d_in, d_in]` and `[k, d_out, d_out]`.
       values: the eigenvalues, `[k, d_out, d_in]`.
     """
 
-    basis: Kronecker
+    basis: Basis
     values: Array
 
     def __matmul__(self, matrices: Array) -> Array:
         """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
         dtype = jnp.result_type(matrices, self.values)
         wide = matrices.reshape(self.values.shape).astype(dtype)
-        turned = rotate(wide, self.basis, "float32", back=False)
+        turned = self._rotated(wide, back=False)
         return self.turn_back(self.values * turned).reshape(matrices.shape)
 
     def turn_back(self, matrices: Array) -> Array:
         """Compute `Q v` for `[k, d_out, d_in]`."""
-        return rotate(matrices, self.basis, "float32", back=True)
+        return self._rotated(matrices, back=True)
+
+    def _rotated(self, matrices: Array, back: bool) -> Array:
+        q_a, q_g = self.basis
+        return rotate(matrices, rows=q_g, columns=q_a, precision="float32", back=back)
 
     def map(self, fn: Callable[[Array], Array]) -> Block:
         """Apply `fn` to the eigenvalues; the eigenvectors stay the same."""
@@ -277,7 +280,7 @@ def operator(
     *,
     damping: float | Array | None = None,
     preconditioner: BlockPreconditioner | None = None,
-    basis: dict[str, Kronecker] | None = None,
+    basis: dict[str, Basis] | None = None,
 ) -> BlockOperator:
     """Return the damped curvature of an optimizer state or of a `Factors` as a linear operator.
 
@@ -383,7 +386,7 @@ def _from_factors(
     layers: Layers,
     factors: Factors,
     preconditioner: BlockPreconditioner | None,
-    basis: Mapping[str, Kronecker] | None,
+    basis: Mapping[str, Basis] | None,
 ) -> tuple[BlockPreconditioner, Iterable[tuple[Group, GroupStatistics | BlockState]]]:
     """Return the inverse and the stacks, by group, or with a basis by layer."""
     check_factors(factors, layers)
@@ -418,12 +421,14 @@ def _from_factors(
         preconditioner_state = None
         if layer.supports_ekfac:
             preconditioner.check(layer, factors[layer.name])
-            vectors = group.stack(layer, basis[layer.name])
+            a, g = group.stack(layer, basis[layer.name])
             # `EKFAC.spectrum` computes the factors' eigenvalues along these vectors.
-            sides = jax.tree.map(lambda q: Eigen(q, None), vectors)
-            weight = jnp.ones_like(statistics.moments[:, 0, 0])
-            moments = Moments(statistics.moments, weight)
-            preconditioner_state = dataclasses.replace(sides, moments=moments)
+            preconditioner_state = EKFACState(
+                A=Eigen(a, jnp.zeros(a.shape[:2])),
+                G=Eigen(g, jnp.zeros(g.shape[:2])),
+                moments=statistics.moments,
+                weight=jnp.ones_like(statistics.moments[:, 0, 0]),
+            )
         stacks.append((group, GroupStatistics(statistics, preconditioner_state)))
     return preconditioner, stacks
 

@@ -12,7 +12,6 @@ import kfac
 from checking import FAST
 from kfac._curvature.eigh import decompose
 from kfac._curvature.refresh import refresh
-from kfac._factors import Eigen
 from kfac.types import Kronecker
 from problem import observing, plain_kfac, state_of
 
@@ -150,7 +149,7 @@ def test_a_decomposition_that_fails_leaves_the_last_one_of_both_sides():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
     factors = Kronecker((x @ x.mT).at[0].set(jnp.nan), x @ x.mT)
-    previous = jax.tree.map(lambda x: Eigen(jnp.full(x.shape, 7.0), jnp.full(x.shape[:2], 7.0)), factors)
+    previous = jax.tree.map(lambda x: jnp.full(x.shape, 7.0), kfac.Eigh().init(factors))
     new = jax.jit(lambda: refresh(kfac.Eigh(), previous, factors, jnp.ones(2, bool), jnp.float32(1e-3)))()
     np.testing.assert_array_equal(new.valid, [False, True])
     for side, stack in ((new.preconditioner.A, factors.A), (new.preconditioner.G, factors.G)):

@@ -18,8 +18,7 @@ import kfac
 import problem
 from checking import normal
 from kfac._curvature.ekfac import between_bases
-from kfac._factors import Eigen
-from kfac.types import Kronecker
+from kfac.types import Basis
 from problem import QUICKLY, assert_close, assert_equal, matrices, observing, state_of
 
 LAYERS = problem.layers()
@@ -53,8 +52,8 @@ def kept(state):
         found[name] = {
             "Q": [side.vectors[k] for side in sides],
             "l": [side.values[k] for side in sides],
-            "s": as_numpy.preconditioner.moments.average[k],
-            "weight": as_numpy.preconditioner.moments.weight[k],
+            "s": as_numpy.preconditioner.moments[k],
+            "weight": as_numpy.preconditioner.weight[k],
         }
     return found
 
@@ -98,22 +97,22 @@ def test_steps_against_numpy(inverse_update_period):
 
 def test_the_sum_of_moments_stays_when_the_basis_turns(x64):
     def vectors(seed):
-        return Eigen(jnp.asarray(np.linalg.qr(np.random.default_rng(seed).normal(size=(2, 4, 4)))[0]), None)
+        return jnp.asarray(np.linalg.qr(np.random.default_rng(seed).normal(size=(2, 4, 4)))[0])
 
-    old, new = (Kronecker(vectors(seed), vectors(seed + 1)) for seed in (1, 5))
+    old, new = (Basis(vectors(seed), vectors(seed + 1)) for seed in (1, 5))
     average = jnp.abs(normal(0, 2, 4, 4))
     turned = between_bases(average, old, new)
     np.testing.assert_allclose(turned.sum((1, 2)), average.sum((1, 2)), rtol=1e-12)
     np.testing.assert_allclose(between_bases(average, old, old), average, rtol=1e-12)
     # In the new basis, take the diagonal of the matrix that was `diag(average)` in the old basis.
-    old_q, new_q = (np.kron(np.asarray(q.A.vectors[0]), np.asarray(q.G.vectors[0])) for q in (old, new))
+    old_q, new_q = (np.kron(np.asarray(q.A[0]), np.asarray(q.G[0])) for q in (old, new))
     matrix = old_q @ np.diag(np.asarray(average[0]).T.reshape(-1)) @ old_q.T
     np.testing.assert_allclose(np.asarray(turned[0]).T.reshape(-1), np.diag(new_q.T @ matrix @ new_q), rtol=1e-10)
 
 
 def test_a_rounded_basis_that_stays_loses_nothing_of_the_sum():
     vectors = jnp.asarray(np.linalg.qr(np.random.default_rng(0).normal(size=(1, 8, 8)))[0], jnp.bfloat16)
-    same = Kronecker(Eigen(vectors, None), Eigen(vectors, None))
+    same = Basis(vectors, vectors)
     average = jnp.abs(normal(0, 1, 8, 8, dtype=np.float32))
     moments = average
     for _ in range(50):
@@ -285,7 +284,7 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="basis without layer 'out'"):
         measure()(params, batch, basis={"first": basis["first"]})
     with pytest.raises(ValueError, match=r"basis of layer 'out': A must have shape \(4, 4\), but has \(3, 3\)"):
-        measure()(params, batch, basis={**basis, "out": Kronecker(jnp.eye(3), jnp.eye(4))})
+        measure()(params, batch, basis={**basis, "out": Basis(jnp.eye(3), jnp.eye(4))})
     with pytest.raises(ValueError, match=r"basis is of type tuple: pass basis=kfac.curvature.eigenbasis"):
         measure()(params, batch, basis=(1, 2))
     with pytest.raises(
@@ -311,4 +310,4 @@ def test_layers_whose_examples_are_not_told_apart_have_no_moments():
     _, _, factors = kfac.value_and_grad(loss, layers)(params, x, basis={})
     assert factors["w"].moments is None
     with pytest.raises(ValueError, match="basis with layer 'w'"):
-        kfac.value_and_grad(loss, layers)(params, x, basis={"w": Kronecker(jnp.eye(3), jnp.eye(2))})
+        kfac.value_and_grad(loss, layers)(params, x, basis={"w": Basis(jnp.eye(3), jnp.eye(2))})

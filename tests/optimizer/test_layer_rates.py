@@ -40,7 +40,7 @@ def in_basis(state, matrices_):
     """Return the members' matrices in a state's eigenbasis, `[k, d_in, d_out]`."""
     kept = state_of(state).owned[GROUP].blocks.preconditioner
     stack = np.stack([np.asarray(matrices_[name], np.float64) for name in MEMBERS])
-    a, g = (np.asarray(side.vectors, np.float64) for side in (kept.A, kept.G))
+    a, g = (np.asarray(side, np.float64) for side in (kept.A, kept.G))
     return np.swapaxes(a, 1, 2) @ np.swapaxes(stack, 1, 2) @ g
 
 
@@ -58,8 +58,8 @@ def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
     tx = kfac.kfac(0.05, LAYERS, preconditioner=kfac.SOAP("float32"), inverse_update_period=100)
     for t, (grads, before, updates, after) in enumerate(steps(tx, WARMUP + 4)):
         if t >= WARMUP:
-            moments = state_of(before).owned[GROUP].blocks.preconditioner.moments
-            average, trace = (np.asarray(x, np.float64) for x in (moments.average, moments.trace))
+            soap = state_of(before).owned[GROUP].blocks.preconditioner
+            average, trace = (np.asarray(x, np.float64) for x in (soap.squares, soap.momentum))
             last = trace / np.sqrt(average + 1e-4 * average.mean((1, 2), keepdims=True))
             expected = followed(rates(before), cosines(last, in_basis(after, matrices(grads))))
             np.testing.assert_allclose(rates(after), expected, rtol=1e-4)

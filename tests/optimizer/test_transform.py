@@ -786,7 +786,7 @@ def test_diagnostics_by_their_definitions():
     for stack in jax.tree.leaves(inverses["kronecker_4x4"]):
         conditions += [np.linalg.cond(x, 1) for x in stack]
     for name in ("unitwise_4x2", "unitwise_4x1"):
-        conditions += [np.linalg.cond(x, 1) for x in inverses[name].F[0]]
+        conditions += [np.linalg.cond(x, 1) for x in inverses[name][0]]
     np.testing.assert_allclose(found["condition"], max(conditions), rtol=1e-3)
     for name in ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_steps"):
         assert found[name] == 0
