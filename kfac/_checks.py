@@ -234,12 +234,14 @@ def with_hints(
     """Return a decorator, under which a keyword in `hints` raises a `TypeError` with the present keyword."""
 
     def decorate(function):
+        called = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def checked(*args, **kwargs):
             for name in kwargs:
                 if name in hints:
                     raise TypeError(
-                        f"{function.__name__}() has no option {name}=: use {hints[name]}"
+                        f"{called}() has no option {name}=: use {hints[name]}"
                     )
             return function(*args, **kwargs)
 
@@ -285,7 +287,7 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
     ),
     **_rules(
         check_switch,
-        "relative nesterov lr_in_momentum has_aux strict verbose donate adaptive_layer_rates",
+        "scale_damping nesterov lr_in_momentum has_aux strict verbose donate adaptive_layer_rates",
     ),
     **_rules(check_multipliers, "layer_multipliers"),
     **_rules(check_patterns, "skip kfac_reduce gradient_factors"),

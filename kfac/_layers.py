@@ -146,7 +146,7 @@ class Layer:
         return self.num_blocks[0] * self.num_blocks[1]
 
     @property
-    def inverse_flops(self) -> int:
+    def refresh_cost(self) -> int:
         """Work to invert one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
         shapes = self.block_shapes.values()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)

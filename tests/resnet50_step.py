@@ -134,7 +134,7 @@ def main():
         result["packed_bytes"] = 4 * sum(
             shape[-1] * (shape[-1] + 1) // 2 for layer in layers for shape in layer.factor_shapes.values()
         )
-        plan = kfac.planning.plan(layers, devices=DEVICES, preconditioner=kfac.Cholesky())
+        plan = kfac.planning.estimate(layers, devices=DEVICES, preconditioner=kfac.Cholesky())
         result["predicted_messages"] = plan.messages
         result["predicted_state_bytes"] = plan.memory["state"]
     print(json.dumps(result))

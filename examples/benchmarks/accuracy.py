@@ -97,7 +97,9 @@ def update(precision: str, damping: float, dtype: Any) -> tuple[Any, float]:
         return -jnp.mean(jax.nn.log_softmax(y @ params[-1])[jnp.arange(len(y)), batch[1]])
 
     layers = kfac.find_layers(loss, params, batch, max_factor_dim=8192)
-    tx = kfac.scale_by_kfac(layers, damping=damping, preconditioner=kfac.Cholesky(precision=precision, relative=True))
+    tx = kfac.scale_by_kfac(
+        layers, damping=damping, preconditioner=kfac.Cholesky(precision=precision, scale_damping=True)
+    )
     # Every precision gets the same gradients and statistics. Only the inversion and its application differ.
     with jax.default_matmul_precision("float32"):
         _, grads, statistics = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)

@@ -54,7 +54,7 @@ def train(images, max_factor_dim, rate, steps, batch, seed):
         params, state, loss = step(params, state, images[rng.choice(len(images), batch, replace=False)])
         losses.append(float(loss))
     layers = kfac.find_layers(loss_fn, params, images[:batch], max_factor_dim=max_factor_dim)
-    memory = kfac.planning.plan(layers, devices=1).memory["state"]
+    memory = kfac.planning.estimate(layers, devices=1).memory["state"]
     return losses, float(jax.jit(loss_fn)(params, images)), memory
 
 

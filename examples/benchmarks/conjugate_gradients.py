@@ -141,7 +141,10 @@ def main():
                 loss_fn, layers, params, [data], fisher="expected", key=jax.random.key(0), basis=basis
             )
             matrix, flat = kfac.curvature.gauss_newton(loss_fn, params, data), ravel_pytree(gradient)[0]
-            near = kfac.curvature.operator(layers, factors), kfac.curvature.operator(layers, moments, basis=basis)
+            near = (
+                kfac.curvature.block_operator(layers, factors),
+                kfac.curvature.block_operator(layers, moments, basis=basis),
+            )
             for damping in DAMPINGS:
                 counts = [int(count_steps(matrix, blocks, flat, damping)) for blocks in (None, *near)]
                 without, blocks, corrected = counts

@@ -3,7 +3,7 @@
     python examples/benchmarks/large_models.py llama --devices 64
     python examples/benchmarks/large_models.py llama --devices 64 --compile sgd step observe
 
-The script computes nothing and makes no parameters. Only shapes go through `find_layers` and `plan`, and with
+The script computes nothing and makes no parameters. Only shapes go through `find_layers` and `estimate`, and with
 `--compile` through XLA for simulated CPUs. Parameters are sharded as in FSDP. Layers are stacked under `scan` and
 rematerialised.
 
@@ -130,7 +130,7 @@ def main():
     loss, params, batch = model(OPTIONS.model, OPTIONS.depth)
     layers = kfac.find_layers(loss, params, of_examples(batch, 2), max_factor_dim=OPTIONS.max_factor_dim)
     print(f"{OPTIONS.model}, parameters whole:")
-    print(kfac.planning.plan(layers, devices=OPTIONS.devices, batch=OPTIONS.examples * OPTIONS.devices), end="\n\n")
+    print(kfac.planning.estimate(layers, devices=OPTIONS.devices, batch=OPTIONS.examples * OPTIONS.devices), end="\n\n")
     for which in OPTIONS.compile:
         # Statistics see a quarter of the batch.
         share = -(-OPTIONS.examples // 4) if which == "observe" else OPTIONS.examples

@@ -90,7 +90,7 @@ def curvatures(params: Any, batch: Batch) -> dict[str, Any]:
     layers = kfac.find_layers(loss, params, batch)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 100], batch) for k in range(0, len(batch[1]), 100)]
     factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
-    fisher = kfac.curvature.operator(layers, factors)
+    fisher = kfac.curvature.block_operator(layers, factors)
     mean = fisher.trace() / fisher.size
     plain = jax.tree.map(lambda x: jnp.full_like(x, mean), params)
     return {"identity": plain, "diagonal": fisher.diagonal(), "Kronecker": fisher}

@@ -266,7 +266,7 @@ def main(args: list[str]) -> int:
         every = {"statistics_period": config.statistics_period, "inverse_update_period": config.inverse_update_period}
         every = {name: value for name, value in every.items() if isinstance(value, int)}
         for n in config.plan:
-            planned = kfac.planning.plan(
+            planned = kfac.planning.estimate(
                 layers, devices=n, batch=batch, preconditioner=INVERSES[config.preconditioner](),
                 statistics_fraction=config.statistics_fraction, **every,
             )  # fmt: skip

@@ -20,8 +20,8 @@ def curvature(
     basis = kfac.curvature.eigenbasis(factors, layers)
     corrected = kfac.curvature.estimate_factors(loss, layers, params, batches, basis=basis, **options)
     return {
-        "EK-FAC": kfac.curvature.operator(layers, corrected, basis=basis, damping=decay),
-        "K-FAC": kfac.curvature.operator(layers, factors, damping=decay),
+        "EK-FAC": kfac.curvature.block_operator(layers, corrected, basis=basis, damping=decay),
+        "K-FAC": kfac.curvature.block_operator(layers, factors, damping=decay),
     }
 
 

@@ -94,7 +94,7 @@ def laplace(
     layers = kfac.find_layers(loss, params, batch, skip=skip)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
     factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
-    fisher, n = kfac.curvature.operator(layers, factors), len(batch[1])
+    fisher, n = kfac.curvature.block_operator(layers, factors), len(batch[1])
     # The prior covers the posterior's parameters: `0 * fisher + 1` is the identity for them, and zero elsewhere.
     square = optax.tree.vdot(params, (0 * fisher + 1) @ params)
 

@@ -103,11 +103,14 @@ class Group:
         """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
         if self.owned:
             return choice
-        return ChannelPreconditioner(choice.precision, choice.relative)
+        return ChannelPreconditioner(choice.precision, choice.scale_damping)
 
     def moments(self, preconditioner: BlockPreconditioner) -> Shape | None:
         """Return the shape of one block's moments. None if `preconditioner` takes none or no member has any."""
-        if self.supports_ekfac and self.preconditioner_of(preconditioner).takes_moments:
+        if (
+            self.supports_ekfac
+            and self.preconditioner_of(preconditioner).uses_example_moments
+        ):
             return self.d_out, self.d_in
         return None
 

@@ -19,6 +19,7 @@ from kfac._curvature.preconditioner import (
     aligned,
     identities,
     product,
+    with_option_hints,
 )
 from kfac._factors import Basis, Kronecker, diagonals, is_diagonal
 
@@ -37,6 +38,7 @@ class CholeskyState(NamedTuple):
     G: Array
 
 
+@with_option_hints
 @dataclasses.dataclass(frozen=True)
 class Cholesky(BlockPreconditioner):
     """`(G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1`: both factors inverted, with factored Tikhonov damping.
@@ -51,10 +53,10 @@ class Cholesky(BlockPreconditioner):
     Args:
       precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the inverses are also stored in bfloat16. They are always computed in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
+      scale_damping: whether a block's damping is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
-      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
+      ValueError: `precision` is not an accepted value, or `scale_damping` is not a bool.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,

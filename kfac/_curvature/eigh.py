@@ -17,6 +17,7 @@ from kfac._curvature.preconditioner import (
     damping_of_blocks,
     identities,
     product,
+    with_option_hints,
 )
 from kfac._factors import Basis, Kronecker, is_diagonal, per_block
 
@@ -40,6 +41,7 @@ class EighState(NamedTuple):
     G: Eigen
 
 
+@with_option_hints
 @dataclasses.dataclass(frozen=True)
 class Eigh(BlockPreconditioner):
     """`(A (x) G + l I)^-1` exactly: `Q_G [(Q_G^T V Q_A) / (l_G l_A^T + l)] Q_A^T`.
@@ -56,10 +58,10 @@ class Eigh(BlockPreconditioner):
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the eigenvectors are also stored in bfloat16. Decompositions are always computed
         in float32, and eigenvalues are stored in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
+      scale_damping: whether a block's damping is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
-      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
+      ValueError: `precision` is not an accepted value, or `scale_damping` is not a bool.
 
     References:
       Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", 2016,
@@ -68,7 +70,7 @@ class Eigh(BlockPreconditioner):
 
     damped = False
     products = 2
-    flops = 9.0  # Golub & Van Loan 2013, section 8.3
+    flops_per_cube = 9.0  # Golub & Van Loan 2013, section 8.3
 
     def init(self, factors):
         """Return decomposed identities."""

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from kfac._checks import check_shapes
 from kfac._curvature.cholesky import close_product
 from kfac._curvature.eigh import Eigen, Eigh, condition_of
-from kfac._curvature.preconditioner import averaged
+from kfac._curvature.preconditioner import averaged, with_option_hints
 from kfac._factors import Basis
 
 
@@ -32,6 +32,7 @@ class EKFACState(NamedTuple):
     weight: Array | None = None
 
 
+@with_option_hints
 @dataclasses.dataclass(frozen=True)
 class EKFAC(Eigh):
     """Corrected eigenvalues: `Q_G [(Q_G^T V Q_A) / (s + l)] Q_A^T` with second moments `s` of per-example gradients.
@@ -55,17 +56,17 @@ class EKFAC(Eigh):
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
         `"bfloat16"`. With `"bfloat16"` the eigenvectors are also stored in bfloat16. Decompositions are always computed
         in float32, and eigenvalues are stored in float32.
-      relative: whether the damping of a block is in units of its mean eigenvalue, see `BlockPreconditioner`.
+      scale_damping: whether a block's damping is in units of its mean eigenvalue, see `BlockPreconditioner`.
 
     Raises:
-      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
+      ValueError: `precision` is not an accepted value, or `scale_damping` is not a bool.
 
     References:
       George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis", 2018,
       https://arxiv.org/abs/1806.03884
     """
 
-    takes_moments = True
+    uses_example_moments = True
 
     def init(self, factors):
         """Return the state of `Eigh`, with zero moments if any block has moments."""

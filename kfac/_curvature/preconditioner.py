@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kfac._checks import check, check_type
+from kfac._checks import check, check_type, with_hints
 from kfac._factors import Basis, per_block, safe_ratio
 from kfac._layers import Layer
 from kfac._mesh import PyTree
 from kfac._packing import Shape, pad_end
+
+T = TypeVar("T")
 
 
 class Momentum(NamedTuple):
@@ -38,6 +40,23 @@ class Momentum(NamedTuple):
         if not self.nesterov:
             return trace, trace
         return trace, decay * trace + new
+
+
+# Options and class attributes of version 0.4, with the present name.
+FORMER_NAMES = {
+    "relative": "scale_damping",
+    "relative_damping": "default_damping",
+    "flops": "flops_per_cube",
+    "takes_moments": "uses_example_moments",
+    "takes_gradients": "owns_momentum",
+}
+
+
+def with_option_hints(cls: type[T]) -> type[T]:
+    """Decorate a dataclass, so that an option with a former name raises a `TypeError` with the present name."""
+    hints = {name: f"{new}=" for name, new in FORMER_NAMES.items()}
+    cls.__init__ = with_hints(hints)(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,50 +91,55 @@ class BlockPreconditioner(abc.ABC):
         `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for `SOAP`. On CPUs the
         first three are all float32. With `"bfloat16"` inverses are also stored in bfloat16, otherwise in float32.
         Inverses are always computed in float32. A float64 model has float64 throughout, except with `"bfloat16"`.
-      relative: whether a block's damping is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`. The same
-        damping then suits all layers and any scale of the loss. If the mean eigenvalue is zero, the unit is 1.
+      scale_damping: whether a block's damping is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`. The
+        same damping then suits all layers and any scale of the loss. If the mean eigenvalue is zero, the unit is 1.
         `refresh` and `spectrum` get the damping already multiplied by the unit.
 
     Attributes:
       damped: whether the state contains the damping at its refresh. A block that fails is then tried again with more
         damping.
-      takes_moments: whether statistics must contain second moments of per-example gradients in the eigenbasis that
-        `basis` returns. `update_moments` updates the state with them, so the preconditioner changes with all
+      uses_example_moments: whether statistics must contain second moments of per-example gradients in the eigenbasis
+        that `basis` returns. `update_moments` updates the state with them, so the preconditioner changes with all
         statistics.
-      takes_gradients: whether `precondition_momentum` replaces `apply`. In each step, `precondition_momentum` gets the
+      owns_momentum: whether `precondition_momentum` replaces `apply`. In each step, `precondition_momentum` gets the
         gradients and preconditions their momentum. Otherwise `kfac.kfac` applies momentum to the results of `apply`.
-      relative_damping: the default damping if the damping is relative.
+      default_damping: the default of `kfac.kfac(damping=)`, in the units of `scale_damping`.
       products: the number of matrix products per side that precondition a gradient. It is 2 with eigenvectors, into the
         eigenbasis and back.
-      flops: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `plan` and `inverse_update_period="auto"`.
-        The default counts the Cholesky factor (1/3), its inverse by a triangular solve (1), and the product of the
-        inverse with its transpose (2).
+      flops_per_cube: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `kfac.planning.estimate` and
+        `overhead=`. The default counts the Cholesky factor (1/3), its inverse by a triangular solve (1), and the
+        product of the inverse with its transpose (2).
 
     Raises:
-      ValueError: `precision` is not an accepted value, or `relative` is not a bool.
+      ValueError: `precision` is not an accepted value, or `scale_damping` is not a bool.
     """
 
     precision: str = "bfloat16_3x"
-    relative: bool = False
+    scale_damping: bool = False
 
     damped: ClassVar[bool] = True
-    takes_moments: ClassVar[bool] = False
-    takes_gradients: ClassVar[bool] = False
-    relative_damping: ClassVar[float] = 0.1
-    flops: ClassVar[float] = 10 / 3
+    uses_example_moments: ClassVar[bool] = False
+    owns_momentum: ClassVar[bool] = False
+    default_damping: ClassVar[float] = 0.1
+    flops_per_cube: ClassVar[float] = 10 / 3
     products: ClassVar[int] = 1
+
+    def __init_subclass__(cls) -> None:
+        """Raise a `TypeError` for a class attribute with a former name, which would have no effect."""
+        for name in FORMER_NAMES.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name} is now {FORMER_NAMES[name]}")
 
     def __post_init__(self):
         """Check the arguments."""
-        check(precision=self.precision, relative=self.relative)
+        check(precision=self.precision, scale_damping=self.scale_damping)
 
     @abc.abstractmethod
     def init(self, factors: Any) -> Any:
         """Return the state of blocks before their first refresh. Until then gradients are not preconditioned.
 
         Args:
-          factors: statistics that are all zero. With `takes_moments`, `factors.moments` is `[k, d_out, d_in]` if at
-            least one block has moments, otherwise None.
+          factors: statistics that are all zero. With `uses_example_moments`, `factors.moments` is `[k, d_out, d_in]` if
+            at least one block has moments, otherwise None.
         """
 
     @abc.abstractmethod
@@ -151,8 +175,8 @@ class BlockPreconditioner(abc.ABC):
           state: the state.
           matrices: gradients `[k, d_out, d_in]`.
           damping: the current step's damping, a scalar. Ignore it if the state contains the damping at its refresh.
-            With `relative`, the scalar is in units of each block's mean eigenvalue, so the state must contain the mean
-            eigenvalues to use it.
+            With `scale_damping`, the scalar is in units of each block's mean eigenvalue, so the state must contain the
+            mean eigenvalues to use it.
 
         Returns:
           The preconditioned gradients, shaped like `matrices`.
@@ -164,11 +188,11 @@ class BlockPreconditioner(abc.ABC):
         factors: Any,
         damping: Array,
     ) -> tuple[Basis, Array]:
-        """Decompose the damped blocks for `kfac.curvature.operator`.
+        """Decompose the damped blocks for `kfac.curvature.block_operator`.
 
         Args:
-          state: the blocks' state with `takes_moments`, otherwise None. For a `Factors`, `state` is also None if the
-            layer has no moments.
+          state: the blocks' state with `uses_example_moments`, otherwise None. For a `Factors`, `state` is also None if
+            the layer has no moments.
           factors: the blocks' statistics.
           damping: `[k]`.
 
@@ -180,7 +204,8 @@ class BlockPreconditioner(abc.ABC):
         """
         raise ValueError(
             f"preconditioner={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the "
-            "averages, kfac.curvature.operator(layers, kfac.curvature.factors_from_state(state, layers), damping=...)"
+            "averages, factors = kfac.curvature.factors_from_state(state, layers), and "
+            "kfac.curvature.block_operator(layers, factors, damping=...)"
         )
 
     def update_moments(
@@ -190,7 +215,7 @@ class BlockPreconditioner(abc.ABC):
         decay: Array,
         taken: Array,
     ) -> Any:
-        """Update the state with moments, if the inverse `takes_moments`.
+        """Update the state with moments, for `uses_example_moments`.
 
         Args:
           state: the old state.
@@ -211,7 +236,7 @@ class BlockPreconditioner(abc.ABC):
         momentum: Momentum,
         ready: Array,
     ) -> tuple[Any, Array, Array]:
-        """Update the state with gradients and precondition their momentum, if the inverse `takes_gradients`.
+        """Update the state with gradients and precondition their momentum, for `owns_momentum`.
 
         Args:
           state: the old state, which includes the momentum.
@@ -267,13 +292,13 @@ def damping_of_blocks(
     """Return each block's absolute damping, `[k]`.
 
     Args:
-      preconditioner: the preconditioner. If it is `relative`, the damping is multiplied by each block's mean
+      preconditioner: the preconditioner. With `scale_damping`, the damping is multiplied by each block's mean
         eigenvalue.
       factors: the statistics of `k` blocks.
       damping: a scalar, or `[k]`.
     """
     size = len(jax.tree.leaves(factors)[0])
-    if not preconditioner.relative:
+    if not preconditioner.scale_damping:
         return jnp.broadcast_to(damping, size)
     mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)

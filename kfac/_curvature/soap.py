@@ -18,6 +18,7 @@ from kfac._curvature.preconditioner import (
     averaged,
     cosine,
     identities,
+    with_option_hints,
 )
 from kfac._factors import is_diagonal, per_block
 
@@ -40,6 +41,7 @@ class SOAPState(NamedTuple):
     momentum: Array
 
 
+@with_option_hints
 @dataclasses.dataclass(frozen=True)
 class SOAP(BlockPreconditioner):
     """Adam in the eigenbasis of the factors: `Q_G [(Q_G^T V Q_A) / sqrt(v + l)] Q_A^T`, elementwise in the brackets.
@@ -65,11 +67,11 @@ class SOAP(BlockPreconditioner):
       precision: the arithmetic in which eigenvectors are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` (the
         default) or `"bfloat16"`. A refresh transforms the momentum in the same arithmetic. Eigenvectors and squares are
         always computed in float32, and everything is stored in float32.
-      relative: whether a block's damping `l` is in units of the mean of its `v`.
+      scale_damping: whether a block's damping `l` is in units of the mean of its `v`.
       decay: the running average's decay, in [0, 1).
 
     Raises:
-      ValueError: `precision` is not an accepted value, `relative` is not a bool, or `decay` is out of range.
+      ValueError: `precision` is not an accepted value, `scale_damping` is not a bool, or `decay` is out of range.
 
     References:
       Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, https://arxiv.org/abs/2409.11321
@@ -79,11 +81,11 @@ class SOAP(BlockPreconditioner):
     decay: float = 0.95
 
     damped = False
-    takes_gradients = True
-    relative_damping = 1e-4
+    owns_momentum = True
+    default_damping = 1e-4
     products = 2
     # A product and a QR factorisation (Golub & Van Loan 2013, section 5.2).
-    flops = 14 / 3
+    flops_per_cube = 14 / 3
 
     def __post_init__(self):
         """Check the arguments."""
@@ -144,7 +146,9 @@ class SOAP(BlockPreconditioner):
     def _scaled(self, squares, matrices, damping):
         # The smallest damping is for blocks with zero gradients for long, or from the start.
         least = jnp.finfo(squares.dtype).tiny
-        mean = jnp.mean(squares, axis=(1, 2), keepdims=True) if self.relative else 1
+        mean = (
+            jnp.mean(squares, axis=(1, 2), keepdims=True) if self.scale_damping else 1
+        )
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
         return matrices / jnp.sqrt(squares + damping.astype(squares.dtype))
 

@@ -111,7 +111,12 @@ def work_of_layers(
     for layer in layers:
         if layer.positions is not None:
             statistics = examples * (statistics_of(layer) + 2 * products_of(layer))
-            refresh = price * preconditioner.flops * layer.copies * layer.inverse_flops
+            refresh = (
+                price
+                * preconditioner.flops_per_cube
+                * layer.copies
+                * layer.refresh_cost
+            )
             work[layer.name] = statistics + refresh
     return work
 

@@ -103,7 +103,7 @@ def adaptive_damping(
       reports the last `reduction_ratio` and `rejected_steps`, the number of rejected steps.
 
     Raises:
-      ValueError: an argument is out of range. `init` raises it if the optimizer's preconditioner is `relative`, as in
+      ValueError: an argument is out of range. `init` raises it if the preconditioner has `scale_damping=True`, as in
         `kfac.kfac`. `update` raises it if `params` or `value_fn` is missing, if `optax.masked`
         or `optax.partition` hides parameters, if no output is marked, if the loss depends on a parameter but no marked
         output does, or if the number of examples is not clear.
@@ -179,12 +179,12 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_absolute(inner_state: Any) -> None:
-    """Raise a `ValueError` if a preconditioner in the optimizer's state is `relative`."""
+    """Raise a `ValueError` if a preconditioner in the optimizer's state has `scale_damping=True`."""
     states = find_nodes(inner_state, KfacState)
-    if any(state.settings.preconditioner.relative for state in states):
+    if any(state.settings.preconditioner.scale_damping for state in states):
         raise ValueError(
             "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
-            "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with relative=True"
+            "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with scale_damping=True"
         )
 
 

@@ -53,5 +53,5 @@ class Config:
 
     def has_momentum(self, group: Group) -> bool:
         """Return whether the optimizer keeps a group's momentum, instead of the group's inverse."""
-        keeps_its_own = group.preconditioner_of(self.preconditioner).takes_gradients
+        keeps_its_own = group.preconditioner_of(self.preconditioner).owns_momentum
         return self.scaling.momentum is not None and not keeps_its_own

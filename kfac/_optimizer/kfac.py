@@ -109,7 +109,7 @@ def kfac(
         layer, including its bias, takes the first key that matches one of its paths. Weight decay and skipped
         parameters are not multiplied.
       damping: see `scale_by_kfac`. It is relative to each block's mean eigenvalue (with `SOAP`, to its mean squared
-        gradient), as with `Cholesky(relative=True)`, so that the scale of the loss does not matter. None: 1e-4 for
+        gradient), as with `Cholesky(scale_damping=True)`, so that the scale of the loss does not matter. None: 1e-4 for
         `SOAP` and 0.1 for other preconditioners.
       overhead: the target overhead of statistics and refreshes in the mean step, as a fraction of the gradient's time.
         It sets the interval of both: the shortest interval, at most 16 steps, at which their FLOPs are this fraction of
@@ -120,9 +120,10 @@ def kfac(
         Call `observe` before the next step if `statistics_due` is true; `train_step` does this.
       inverse_update_period: the interval in steps at which `observe` refreshes the preconditioners, instead of the
         interval that `overhead` sets; see `scale_by_kfac`. With `math.inf`, only `observe(opt_state)` without factors
-        refreshes. `kfac.planning.plan` estimates intervals for other machines.
+        refreshes. `kfac.planning.estimate` estimates intervals for other machines.
       preconditioner: how Kronecker blocks are preconditioned: `SOAP()`, which preconditions the momentum of the
-        gradients, `Cholesky()`, `Eigh()`, `EKFAC()` or your own `BlockPreconditioner`. Its `relative` becomes True.
+        gradients, `Cholesky()`, `Eigh()`, `EKFAC()` or your own `BlockPreconditioner`. Its `scale_damping` becomes
+        True.
       statistics_fraction: the fraction of the batch's examples from which `observe` gets statistics, `1 / k` with an
         integer `k`. The interval that `overhead` sets depends on this fraction. `train_step` uses it for each batch.
         None: 1/4 if the inverse is `SOAP`, the batch has at least 64 examples, and the batch contains no array that
@@ -164,8 +165,8 @@ def kfac(
         scaling,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
-        damping=preconditioner.relative_damping if damping is None else damping,
-        preconditioner=dataclasses.replace(preconditioner, relative=True),
+        damping=preconditioner.default_damping if damping is None else damping,
+        preconditioner=dataclasses.replace(preconditioner, scale_damping=True),
         distribution=distribution,
         statistics_period=period,
         inverse_update_period=inverse_update_period,

@@ -68,7 +68,7 @@ def check_options(
             "False"
         )
     clipped = scaling.kl_clip is not None or scaling.lr_in_momentum
-    if options.preconditioner.takes_gradients and clipped:
+    if options.preconditioner.owns_momentum and clipped:
         raise ValueError(
             f"preconditioner={options.preconditioner!r} sets the length of a step by the gradients and preconditions "
             "their momentum: pass kl_clip=None and lr_in_momentum=False, or preconditioner=kfac.Cholesky()"

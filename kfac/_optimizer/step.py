@@ -103,7 +103,7 @@ def precondition(
 
     Returns:
       The preconditioned gradients, and two dictionaries with entries for inverses that take in gradients
-      (`takes_gradients`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
+      (`owns_momentum`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
       step's directions.
     """
     config = device.config
@@ -118,7 +118,7 @@ def precondition(
         preconditioner_state = part_of(state, config.comm, name, "preconditioner")
         ready = state.blocks[name].condition > 0
         gradient = gradients[name]
-        if preconditioner.takes_gradients:
+        if preconditioner.owns_momentum:
             advanced[name], result[name], angles[name] = (
                 preconditioner.precondition_momentum(
                     preconditioner_state,

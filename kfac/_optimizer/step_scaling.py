@@ -34,7 +34,7 @@ class ScalingConfig:
       learning_rate: the learning rate for the KL clip, for `lr_in_momentum` and for adaptive rates. The optimizer
         applies the learning rate after these stages, unless `lr_in_momentum` is true.
       lr_in_momentum: whether the negative learning rate multiplies the steps before the momentum.
-      momentum: the decay of the momentum. An inverse with `takes_gradients` applies it before it preconditions.
+      momentum: the decay of the momentum. An inverse with `owns_momentum` applies it before it preconditions.
       nesterov: whether to use Nesterov momentum.
       step_norm: see `kfac.kfac`.
       trust_ratio: see `kfac.kfac`.

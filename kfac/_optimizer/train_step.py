@@ -232,7 +232,7 @@ class TrainStep:
             num_examples=examples and examples // parts,
             **self.measured,
         )
-        if state.settings.preconditioner.takes_moments:
+        if state.settings.preconditioner.uses_example_moments:
             kwargs = {"basis": eigenbasis(opt_state, layers), **kwargs}
         measure = self._in_parts(measure, layers, parts)
         factors = measure(params, *args, fisher_key=fisher_key, **kwargs)
@@ -340,7 +340,7 @@ def train_step(
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    if max_factor_dim is None and state.settings.preconditioner.takes_moments:
+    if max_factor_dim is None and state.settings.preconditioner.uses_example_moments:
         # Only whole kernels have moments.
         max_factor_dim = MAX_DIM
     found |= dict(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)

@@ -1,6 +1,6 @@
 """Curvature matrices: linear operators on parameter trees and data-set factors.
 
-- `operator`: turn an optimizer state or a `Factors` into a block-diagonal `BlockOperator`, with inverse, roots,
+- `block_operator`: turn an optimizer state or a `Factors` into a block-diagonal `BlockOperator`, with inverse, roots,
   determinant and samples.
 - `gauss_newton`: return a loss function's whole Gauss-Newton matrix as a matrix-free `GaussNewton`.
 - `estimate_factors`: average the factors over a data set at fixed parameters.
@@ -14,17 +14,17 @@ from kfac._checks import former_names as _former_names
 from kfac._optimizer.diagnostics import eigenbasis
 from kfac.curvature._estimate import estimate_factors
 from kfac.curvature._gauss_newton import GaussNewton, gauss_newton
-from kfac.curvature._operator import BlockOperator, factors_from_state, operator
+from kfac.curvature._operator import BlockOperator, block_operator, factors_from_state
 
 __all__ = [
     "BlockOperator",
     "GaussNewton",
     "Likelihood",
+    "block_operator",
     "eigenbasis",
     "estimate_factors",
     "factors_from_state",
     "gauss_newton",
-    "operator",
 ]
 
 __getattr__ = _former_names(
@@ -34,6 +34,7 @@ __getattr__ = _former_names(
         "Operator": "BlockOperator",
         "averaged_factors": "factors_from_state",
         "estimate": "estimate_factors",
+        "operator": "block_operator",
         "exact": "gauss_newton(loss_fn, params, *data).to_dense()",
     },
 )

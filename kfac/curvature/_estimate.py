@@ -44,7 +44,7 @@ def estimate_factors(
       key: a PRNG key, required by `"sampled"` and `"expected"`. The index of each batch is folded into it.
       basis: the eigenvectors that `kfac.curvature.eigenbasis(factors, layers)` returns for the factors of a first pass.
         With `basis`, the result also holds the moments in this basis. Pass both to
-        `kfac.curvature.operator(layers, factors, basis=basis)`.
+        `kfac.curvature.block_operator(layers, factors, basis=basis)`.
       has_aux: whether `loss_fn` returns a pair.
       num_examples: the number of examples in each batch, as for `value_and_grad`.
 

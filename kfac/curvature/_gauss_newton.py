@@ -110,13 +110,13 @@ def gauss_newton(
 ) -> GaussNewton:
     """Return a loss function's whole Gauss-Newton matrix, which equals the Fisher matrix.
 
-    Unlike the block-diagonal `operator`, the whole matrix includes the curvature between layers. It is
+    Unlike the block-diagonal `block_operator`, the whole matrix includes the curvature between layers. It is
     `F = (1/n) sum_r J_r^T H_r J_r`, with the Jacobian `J_r` of row `r` of the marked outputs and the Hessian `H_r` of
     the row's loss term `-log p` with respect to the row. The matrix is never formed. A product takes a forward-mode
     derivative and a backward pass. Conjugate gradients solve linear systems, with the blocks as a preconditioner::
 
         fisher = kfac.curvature.gauss_newton(loss_fn, params, batch)
-        blocks = n * kfac.curvature.operator(layers, factors) + 10.0
+        blocks = n * kfac.curvature.block_operator(layers, factors) + 10.0
         gradient, unravel = jax.flatten_util.ravel_pytree(jax.grad(loss_fn)(params, batch))
         product = lambda v: n * (fisher @ v) + 10.0 * v
         solution, _ = jax.scipy.sparse.linalg.cg(product, gradient, M=lambda v: blocks.inv() @ v)

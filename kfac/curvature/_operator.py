@@ -98,8 +98,8 @@ class Block:
 class BlockOperator(Linear):
     """A symmetric block-diagonal matrix over the parameters, with a block per layer.
 
-    `kfac.curvature.operator` returns it. A `BlockOperator` is a pytree: it passes through `jax.jit`, its arrays can be
-    placed on devices, and `jax.vmap(op.matvec)` multiplies stacked trees. Trees have the parameters' structure.
+    `kfac.curvature.block_operator` returns it. A `BlockOperator` is a pytree: it passes through `jax.jit`, its arrays
+    can be placed on devices, and `jax.vmap(op.matvec)` multiplies stacked trees. Trees have the parameters' structure.
 
     Skipped parameters have no block. An operator from a `Factors` also has no blocks for parameters with gradient
     factors. Products and samples are zero for parameters without a block. Trace, determinant and eigenvalues leave
@@ -274,7 +274,7 @@ def _fill(tree: Params, leaves: Mapping[str, Array]) -> Params:
 
 
 @with_hints(RENAMED)
-def operator(
+def block_operator(
     layers: Layers,
     source: Any,
     *,
@@ -298,15 +298,15 @@ def operator(
       layers: the layers that `find_layers` returned.
       source: a `Factors` from `value_and_grad` or `estimate_factors`, or an optimizer state. A state supplies its
         running averages and, with `EKFAC`, its corrected eigenvalues. Directly after a refresh,
-        `kfac.curvature.operator(layers, opt_state).inv() @ grads` equals the output of `scale_by_kfac` for all
+        `kfac.curvature.block_operator(layers, opt_state).inv() @ grads` equals the output of `scale_by_kfac` for all
         parameters with a block. If the state is spread over several devices, pass the result of
         `kfac.state.gather_state`.
-      damping: the damping `l`, not negative. If the inverse is `relative`, the unit is each block's mean eigenvalue.
+      damping: the damping `l`, not negative. With `scale_damping=True`, the unit is each block's mean eigenvalue.
         The default is 0 for a `Factors`. For a state, the default is the damping of its next step, times
         `unitwise_damping_scale` for unit-wise and diagonal blocks.
       preconditioner: an inverse from the list above, or another `kfac.BlockPreconditioner` with a `spectrum` method.
         The default is the state's inverse. For a `Factors`, the default is `EKFAC()` with `basis`, otherwise `Eigh()`.
-        With a state, the operator takes the option `relative` from the state's inverse.
+        With a state, the operator takes the option `scale_damping` from the state's inverse.
       basis: the eigenvectors in which the moments of a `Factors` were taken.
 
     Returns:
@@ -362,7 +362,7 @@ def _decompose(
     """Return the damped block of each layer in a group."""
     preconditioner = group.preconditioner_of(preconditioner)
     preconditioner_state = (
-        stack.preconditioner if preconditioner.takes_moments else None
+        stack.preconditioner if preconditioner.uses_example_moments else None
     )
 
     def spectrum(*members):
@@ -399,7 +399,7 @@ def _from_factors(
                 "factors have moments: pass the basis= of these, or preconditioner=kfac.Eigh() to leave them out"
             )
         preconditioner = preconditioner or Eigh()
-        if preconditioner.takes_moments:
+        if preconditioner.uses_example_moments:
             raise ValueError(
                 f"preconditioner={preconditioner!r} of factors needs the basis= that their moments were taken in"
             )
@@ -410,7 +410,7 @@ def _from_factors(
                 )
         return preconditioner, stacks
     preconditioner = preconditioner or EKFAC()
-    if not preconditioner.takes_moments:
+    if not preconditioner.uses_example_moments:
         raise ValueError(
             f"preconditioner={preconditioner!r} has no use for basis=, which belongs to kfac.EKFAC()"
         )
@@ -442,9 +442,11 @@ def _preconditioner_for(
     )
     if preconditioner is None:
         return of_state
-    # The state's damping is in the units of the state's inverse, so the new inverse takes over `relative`.
-    preconditioner = dataclasses.replace(preconditioner, relative=of_state.relative)
-    if preconditioner.takes_moments and preconditioner != of_state:
+    # The state's damping is in the units of the state's inverse, so the new inverse takes over `scale_damping`.
+    preconditioner = dataclasses.replace(
+        preconditioner, scale_damping=of_state.scale_damping
+    )
+    if preconditioner.uses_example_moments and preconditioner != of_state:
         raise ValueError(
             f"preconditioner={preconditioner!r}, but the state is that of an optimizer with preconditioner={of_state!r}"
         )
@@ -461,7 +463,8 @@ def factors_from_state(opt_state: Any, layers: Layers) -> Factors:
 
     Returns:
       A `Factors`, which holds zeros before the first statistics. It has no blocks for layers with gradient factors, and
-      no moments, even with `preconditioner=kfac.EKFAC()`; `kfac.curvature.operator(layers, opt_state)` includes both.
+      no moments, even with `preconditioner=kfac.EKFAC()`; `kfac.curvature.block_operator(layers, opt_state)` includes
+      both.
 
     Raises:
       ValueError: `opt_state` holds no K-FAC state or several, the state does not match `layers`, or it is spread

@@ -457,8 +457,8 @@ def loss_of_words(params, batch):
 @pytest.mark.parametrize(
     ("preconditioner", "split"),
     [
-        pytest.param(kfac.SOAP(relative=True), True, id="SOAP"),
-        pytest.param(kfac.Eigh(relative=True), False, id="Eigh"),
+        pytest.param(kfac.SOAP(scale_damping=True), True, id="SOAP"),
+        pytest.param(kfac.Eigh(scale_damping=True), False, id="Eigh"),
     ],
 )
 def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
@@ -510,9 +510,9 @@ def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
 
 def test_the_plan_counts_a_diagonal_as_one():
     *_, layers = problem(jnp.float32)
-    plan = kfac.planning.plan(layers, devices=1, preconditioner=kfac.Cholesky())
+    plan = kfac.planning.estimate(layers, devices=1, preconditioner=kfac.Cholesky())
     table = V + D * D
-    assert plan.flops["refresh"] == kfac.Cholesky().flops * (2 * (V + D**3) + 2**3 + D**3)
+    assert plan.flops["refresh"] == kfac.Cholesky().flops_per_cube * (2 * (V + D**3) + 2**3 + D**3)
     momentum = 4 * sum(layer.num_params for layer in layers)
     # Each of the three blocks has a weight, a condition and its last inversion's step.
     assert plan.memory["state"] == 8 * (2 * table + D * D + 4) + momentum + 3 * 12

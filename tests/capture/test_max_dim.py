@@ -190,7 +190,7 @@ def test_the_table_and_the_plan_show_it():
     row = next(line for line in repr(layers).splitlines() if line.startswith("conv"))
     assert "13 (2 blocks)" in row and "A has more than max_factor_dim=7 rows" in row
     whole = kfac.find_layers(loss, params, *batch)
-    cut, uncut = (kfac.planning.plan(found, devices=1) for found in (layers, whole))
+    cut, uncut = (kfac.planning.estimate(found, devices=1) for found in (layers, whole))
     assert cut.memory["state"] < uncut.memory["state"]
     assert cut.flops["refresh"] < uncut.flops["refresh"]
 
@@ -219,7 +219,7 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, ro
     @jax.jit
     def step(params, batch):
         state = tx.init(params)
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if preconditioner.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers)} if preconditioner.uses_example_moments else {}
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, *batch, **basis)
         return grads, factors, *tx.update(grads, kfac.observe(state, factors), params)
 
@@ -240,8 +240,8 @@ def test_preconditioning_is_a_dense_solve_for_each_piece(x64, preconditioner, ro
                 np.testing.assert_allclose(found[k, rows, columns], expected, rtol=1e-7, atol=1e-10)
     averages = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers))(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), averages, factors)
-    if not preconditioner.takes_moments:
-        op = jax.jit(lambda state: kfac.curvature.operator(layers, state))(state)
+    if not preconditioner.uses_example_moments:
+        op = jax.jit(lambda state: kfac.curvature.block_operator(layers, state))(state)
         values = jax.jit(lambda op: (op.inv() @ grads, op.to_dense(), op.eigvalsh(), op.logdet()))(op)
         again, matrix, eigenvalues, logdet = jax.tree.map(np.asarray, values)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), again, updates)
@@ -263,7 +263,7 @@ def test_soap_on_blocks_is_soap_on_layers_of_their_own(x64):
 
     def trained(loss, params, **options):
         layers = kfac.find_layers(loss, params, x, **options)
-        tx = kfac.scale_by_kfac(layers, preconditioner=kfac.SOAP(relative=True), damping=1e-3)
+        tx = kfac.scale_by_kfac(layers, preconditioner=kfac.SOAP(scale_damping=True), damping=1e-3)
 
         @jax.jit
         def step(params, state, x):

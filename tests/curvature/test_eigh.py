@@ -128,13 +128,13 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_plan_counts_the_bytes_of_the_state(precision):
+def test_the_estimate_counts_the_bytes_of_the_state(precision):
     params, layers, _, _ = setting(jnp.float32)
     preconditioner = kfac.Eigh(precision)
     tx = kfac.natural_gradient(0.1, layers, preconditioner=preconditioner)
     state = state_of(jax.eval_shape(tx.init, params))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.blocks, state.bases)))
-    plan = kfac.planning.plan(layers, devices=1, preconditioner=preconditioner)
+    plan = kfac.planning.estimate(layers, devices=1, preconditioner=preconditioner)
     assert plan.memory["state"] == held
 
 

@@ -224,10 +224,10 @@ def test_the_plan_counts_the_bytes_of_the_state():
     state = state_of(jax.eval_shape(tx.init, problem.initial()))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(state.blocks.values())))
     one, several = (
-        kfac.planning.plan(LAYERS, devices=devices, preconditioner=kfac.EKFAC()) for devices in (1, DEVICES)
+        kfac.planning.estimate(LAYERS, devices=devices, preconditioner=kfac.EKFAC()) for devices in (1, DEVICES)
     )
     assert one.memory["state"] == held
-    plain = kfac.planning.plan(LAYERS, devices=DEVICES, preconditioner=kfac.Eigh())
+    plain = kfac.planning.estimate(LAYERS, devices=DEVICES, preconditioner=kfac.Eigh())
     # Each 4 x 4 block has moments and a weight on its owner, and eigenvectors on every device.
     assert several.memory["state"] - plain.memory["state"] == 4 * (16 + 1 + 2 * 2 * 16)
     # The eigenvectors of two blocks, in three pieces, go to the two other devices by an exchange and a gather.

@@ -103,9 +103,21 @@ def test_a_class_without_parentheses_is_a_type_error(transform, options):
         transform(*first, layers(), damping=1e-3, **options)
 
 
-def test_the_plan_counts_what_it_keeps():
+@pytest.mark.parametrize("name", ["relative_damping", "flops", "takes_moments", "takes_gradients"])
+def test_init_subclass_refuses_a_former_class_attribute(name):
+    with pytest.raises(TypeError, match=rf"^Own\.{name} is now \w+$"):
+        type("Own", (kfac.BlockPreconditioner,), {name: 1})
+
+
+@pytest.mark.parametrize("kind", [kfac.Cholesky, kfac.Eigh, kfac.EKFAC, kfac.SOAP])
+def test_with_option_hints_names_the_present_option(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) has no option relative=: use scale_damping=$"):
+        kind(relative=True)
+
+
+def test_the_estimate_counts_what_it_keeps():
     full, half = (
-        kfac.planning.plan(layers(), devices=1, preconditioner=Diagonal(p)).memory["state"]
+        kfac.planning.estimate(layers(), devices=1, preconditioner=Diagonal(p)).memory["state"]
         for p in ("float32", "bfloat16")
     )
     unitwise = 4 * 2 * 2 + 4

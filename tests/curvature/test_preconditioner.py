@@ -337,7 +337,8 @@ def test_unitwise_blocks_that_are_ill_conditioned_in_float32():
     v = rng.normal(size=(200, 2)) * 10.0 ** rng.uniform(-6, 6, size=(200, 1))
     blocks = (v[:, :, None] * v[:, None, :]).astype(np.float32)
     for damping in (1e-6, 1e-2, 1e3):
-        result = refreshed_unitwise(unitwise(blocks, jnp.float32), unitwise(blocks, jnp.float32), jnp.float32(damping))
+        stack = unitwise(blocks, jnp.float32)
+        result = refreshed_unitwise(stack, sevens(stack), jnp.float32(damping))
         assert result.valid[0]
         found = np.asarray(result.preconditioner[0], np.float64)
         damped = blocks.astype(np.float64) + np.float64(np.float32(damping)) * np.eye(2)

@@ -46,7 +46,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
     """Check that squared gradients are averaged in the basis, follow its order, and scale the gradient."""
     damping = 1e-3
     tx = kfac.scale_by_kfac(
-        LAYERS, preconditioner=kfac.SOAP(decay=DECAY, relative=relative), damping=damping, factor_ema_decay=0.5,
+        LAYERS, preconditioner=kfac.SOAP(decay=DECAY, scale_damping=relative), damping=damping, factor_ema_decay=0.5,
         inverse_update_period=inverse_update_period, interval_warmup_steps=0, distribution=kfac.Distribution(),
     )  # fmt: skip
     state, update = tx.init(problem.initial()), jax.jit(observing(tx), compiler_options=QUICKLY)
@@ -271,8 +271,8 @@ def test_what_does_not_go_together_is_refused():
         kfac.SOAP(decay=1.0)
     _, state, _ = history(kfac.scale_by_kfac(LAYERS, preconditioner=kfac.SOAP()), 1)[-1]
     with pytest.raises(ValueError, match="does not say which eigenvectors it has"):
-        kfac.curvature.operator(LAYERS, state)
-    assert float(kfac.curvature.operator(LAYERS, state, preconditioner=kfac.Eigh()).trace()) > 0
+        kfac.curvature.block_operator(LAYERS, state)
+    assert float(kfac.curvature.block_operator(LAYERS, state, preconditioner=kfac.Eigh()).trace()) > 0
 
 
 def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
@@ -378,7 +378,7 @@ def test_narrow_models_where_float64_is_allowed(x64, dtype, preconditioner):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "expected"), [(kfac.kfac, kfac.SOAP(relative=True)), (kfac.natural_gradient, kfac.Cholesky())]
+    ("optimizer", "expected"), [(kfac.kfac, kfac.SOAP(scale_damping=True)), (kfac.natural_gradient, kfac.Cholesky())]
 )
 def test_the_default_preconditioner_of_kfac_and_of_natural_gradient(optimizer, expected):
     state = jax.eval_shape(optimizer(0.1, LAYERS).init, problem.initial())

@@ -48,7 +48,7 @@ def four_lines(preconditioner, average=lambda tree: tree, distribution=None):
     tx = kfac.kfac(0.05, layers(), preconditioner=preconditioner, inverse_update_period=3, distribution=distribution)
 
     def step(params, opt_state, batch):
-        basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if preconditioner.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(opt_state, layers())} if preconditioner.uses_example_moments else {}
         loss, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch, **basis)
         loss, grads = average((loss, grads))
         opt_state = kfac.observe(opt_state, factors)

@@ -105,7 +105,7 @@ def test_preconditioned_gradients_are_hardly_padded(model, devices, most, resnet
     The bytes come from a plan. Another test compares a plan with compiled programs.
     """
     layers = resnet50_layers if model == "resnet50" else gpt_layers()
-    sent = kfac.planning.plan(layers, devices=devices, preconditioner=kfac.Cholesky()).messages
+    sent = kfac.planning.estimate(layers, devices=devices, preconditioner=kfac.Cholesky()).messages
     # An all-reduce consists of a reduce-scatter and such a gather.
     assert sent["preconditioning"] <= (2 * most - 1) * sent["gradients"] / 2
 
@@ -120,8 +120,8 @@ BOUNDED = [(8, 8192, 0.25, 0.138), (64, 8192, 0.22, 0.106), (8, 1024, 0.02, 0.07
 def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_factor_dim, path, state, resnet50_layers):
     loss, params, batch, _ = messages.resnet50(1, 224)
     cut = kfac.find_layers(loss, params, batch, max_factor_dim=max_factor_dim)
-    plan = kfac.planning.plan(cut, devices=devices)
-    one = kfac.planning.plan(resnet50_layers, devices=1)
+    plan = kfac.planning.estimate(cut, devices=devices)
+    one = kfac.planning.estimate(resnet50_layers, devices=1)
     print(plan.flops["refresh"] / one.flops["refresh"], plan.memory["state"] / one.memory["state"])
     assert plan.flops["refresh"] <= path * one.flops["refresh"]
     assert plan.memory["state"] <= state * one.memory["state"]

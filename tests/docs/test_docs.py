@@ -323,6 +323,6 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
 
 @pytest.mark.slow
 def test_the_plan_of_the_guide_prints(distributed):
-    table = str(kfac.planning.plan(distributed["layers"], devices=8))
+    table = str(kfac.planning.estimate(distributed["layers"], devices=8))
     assert "preconditioning" in table
     assert len(table.splitlines()) == 2 + 4 + 2

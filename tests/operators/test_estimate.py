@@ -36,7 +36,7 @@ def test_batches_together_are_one():
     moments = measure(params, one, basis=basis)[2]
     found = kfac.curvature.estimate_factors(loss_fn, layers(), params, several, basis=basis)
     assert_same(found, moments)
-    kfac.curvature.operator(layers(), found, basis=basis)
+    kfac.curvature.block_operator(layers(), found, basis=basis)
 
 
 def test_each_batch_draws_for_itself():

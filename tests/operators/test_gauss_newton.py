@@ -68,7 +68,7 @@ def blocks():
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def measured(params, data):
-        return kfac.curvature.operator(layers, measure(params, data, fisher_key=jax.random.key(0))[2])
+        return kfac.curvature.block_operator(layers, measure(params, data, fisher_key=jax.random.key(0))[2])
 
     return measured(parameters(), data())
 

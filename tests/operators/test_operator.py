@@ -1,4 +1,4 @@
-"""Test `kfac.curvature.operator` against explicit dense matrices, in float64, and against the optimizer's steps."""
+"""Test `kfac.curvature.block_operator` against dense matrices, in float64, and against the optimizer's steps."""
 
 from __future__ import annotations
 
@@ -112,10 +112,12 @@ def blocks_of(form, damping):
 def made(form, damping=DAMPING):
     if form == "ekfac":
         factors, basis = measured(basis=True)
-        return jax.jit(lambda *x: kfac.curvature.operator(layers(), x[0], basis=x[1], damping=damping))(factors, basis)
+        return jax.jit(lambda *x: kfac.curvature.block_operator(layers(), x[0], basis=x[1], damping=damping))(
+            factors, basis
+        )
     preconditioner = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh()}[form]
     made_of = jax.jit(
-        lambda factors: kfac.curvature.operator(layers(), factors, preconditioner=preconditioner, damping=damping)
+        lambda factors: kfac.curvature.block_operator(layers(), factors, preconditioner=preconditioner, damping=damping)
     )
     return made_of(measured()[1])
 
@@ -195,7 +197,7 @@ def test_numbers_and_the_matrix_written_out(form):
 
 @pytest.mark.slow
 def test_the_undamped_matrix_is_that_of_exact_dense():
-    op = kfac.curvature.operator(layers(), measured()[1])
+    op = kfac.curvature.block_operator(layers(), measured()[1])
     for layer in layers().with_factors:
         if layer.kind == "dense" and not layer.stacked:
             close(op.block(layer.name).to_dense()[0], dense(measured()[1][layer.name]))
@@ -223,7 +225,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(preconditioner):
 
     @jax.jit
     def step(state, batch):
-        basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if preconditioner.takes_moments else {}
+        basis = {"basis": kfac.curvature.eigenbasis(state, layers())} if preconditioner.uses_example_moments else {}
         _, grads, factors = measure(parameters(), batch, **basis)
         state = kfac.observe(state, factors)
         updates, state = tx.update(grads, state)
@@ -232,7 +234,7 @@ def test_the_inverse_of_a_state_is_what_its_optimizer_applies(preconditioner):
     state = jax.jit(tx.init)(parameters())
     for seed in range(3):
         updates, grads, state = step(state, batch(seed))
-    found = jax.jit(lambda state, grads: kfac.curvature.operator(layers(), state).inv() @ grads)(state, grads)
+    found = jax.jit(lambda state, grads: kfac.curvature.block_operator(layers(), state).inv() @ grads)(state, grads)
     for name in ("first", "norm", "offset", "out", "stack", "table"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[name], updates[name])
     assert not np.any(found["skipped"])
@@ -245,7 +247,7 @@ def test_the_operator_before_the_first_step_has_the_damping_of_that_step():
     def found(params, batch):
         state = kfac.observe(tx.init(params), kfac.value_and_grad(loss_fn, layers())(params, batch)[2])
         grads = jax.grad(loss_fn)(params, batch)
-        return kfac.curvature.operator(layers(), state).inv() @ grads, tx.update(grads, state)[0]
+        return kfac.curvature.block_operator(layers(), state).inv() @ grads, tx.update(grads, state)[0]
 
     actual, expected = found(parameters(), batch(0))
     for name in ("first", "norm", "out"):
@@ -282,7 +284,7 @@ def test_three_devices_are_one():
     @jax.jit
     def applied(params, batch, tree):
         _, _, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
-        op = kfac.curvature.operator(layers(), factors, damping=DAMPING)
+        op = kfac.curvature.block_operator(layers(), factors, damping=DAMPING)
         return op.inv() @ tree, op.logdet()
 
     tree = jax.tree.map(lambda p: normal(p.size, *p.shape), parameters())
@@ -307,17 +309,17 @@ def refusals():
     with_moments, basis = measured(basis=True)
     state = kfac.scale_by_kfac(layers()).init(parameters())
     return [
-        (lambda: kfac.curvature.operator(layers(), grads), "source must hold one state"),
-        (lambda: kfac.curvature.operator(layers(), factors, damping=-1.0), "damping must lie"),
-        (lambda: kfac.curvature.operator(layers(), with_moments), "pass the basis="),
-        (lambda: kfac.curvature.operator(layers(), factors, basis=basis), "have no moments"),
-        (lambda: kfac.curvature.operator(layers(), factors, preconditioner=kfac.EKFAC()), "needs the basis="),
+        (lambda: kfac.curvature.block_operator(layers(), grads), "source must hold one state"),
+        (lambda: kfac.curvature.block_operator(layers(), factors, damping=-1.0), "damping must lie"),
+        (lambda: kfac.curvature.block_operator(layers(), with_moments), "pass the basis="),
+        (lambda: kfac.curvature.block_operator(layers(), factors, basis=basis), "have no moments"),
+        (lambda: kfac.curvature.block_operator(layers(), factors, preconditioner=kfac.EKFAC()), "needs the basis="),
         (
-            lambda: kfac.curvature.operator(layers(), with_moments, basis=basis, preconditioner=kfac.Eigh()),
+            lambda: kfac.curvature.block_operator(layers(), with_moments, basis=basis, preconditioner=kfac.Eigh()),
             "no use for basis",
         ),
-        (lambda: kfac.curvature.operator(layers(), state, basis=basis), "basis is for factors"),
-        (lambda: kfac.curvature.operator(layers(), state, preconditioner=kfac.EKFAC()), "the state is that of"),
+        (lambda: kfac.curvature.block_operator(layers(), state, basis=basis), "basis is for factors"),
+        (lambda: kfac.curvature.block_operator(layers(), state, preconditioner=kfac.EKFAC()), "the state is that of"),
         (lambda: made("eigh").block("skipped"), "no layer 'skipped'"),
         (lambda: made("eigh") @ {"other": jnp.ones(2)}, "have a leaf 'other'"),
     ]
@@ -368,7 +370,7 @@ def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
 
     params, x = tree(normal(0, 4)), normal(1, N, 4)
     found = kfac.find_layers(loss, params, x)
-    op = kfac.curvature.operator(found, kfac.statistics(loss, found)(params, x), damping=DAMPING)
+    op = kfac.curvature.block_operator(found, kfac.statistics(loss, found)(params, x), damping=DAMPING)
     flat = normal(2, 4)
     expected = ravel_pytree(op.matvec(tree(flat)))[0]
     assert isinstance(op @ tree(flat), type(params))

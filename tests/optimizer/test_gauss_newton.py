@@ -61,7 +61,7 @@ def test_two_steps_are_those_of_dense_matrices():
     state, last = jax.jit(tx.init, compiler_options=FAST)(params), np.zeros(21)
     unravel = ravel_pytree(params)[1]
     jacobian = jax.jit(jax.jacobian(lambda w: residual(unravel(w), batch)), compiler_options=FAST)
-    inverted = jax.jit(lambda f, damping: kfac.curvature.operator(layers, f, damping=damping).inv().to_dense())
+    inverted = jax.jit(lambda f, damping: kfac.curvature.block_operator(layers, f, damping=damping).inv().to_dense())
     for k in range(2):
         damping, observed = float(state.next_damping), float(state_of(state).observe_damping)
         loss, grads, factors, updates, state = step(params, state, jax.random.key(k))

@@ -45,7 +45,7 @@ def test_the_bias_is_scaled_like_its_kernel():
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     update = one_update(kfac.kfac(0.5, found, momentum=0.0, preconditioner=kfac.Cholesky()), params, grads, factors)
     np.testing.assert_allclose(singular(update["kernel"]), 0.5 * (4 / 3) ** 0.5, rtol=1e-3)
-    relative = kfac.Cholesky(relative=True)
+    relative = kfac.Cholesky(scale_damping=True)
     curved = plain_kfac(0.5, found, momentum=None, preconditioner=relative, damping=0.1)
     direction = one_update(curved, params, grads, factors)
     ratios = [np.ravel(update[name] / direction[name]) for name in params]
@@ -138,7 +138,7 @@ def test_a_vector_moves_less_far_if_it_is_copied_to_several_positions():
 
 def test_directions_are_those_of_the_curvature():
     auto = one_update(kfac.kfac(0.5, layers(), momentum=0.0, preconditioner=kfac.Cholesky()))
-    raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=kfac.Cholesky(relative=True)))
+    raw = one_update(kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=kfac.Cholesky(scale_damping=True)))
     flat = [np.ravel(tree["out"]["kernel"]) for tree in (auto, raw)]
     cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
     np.testing.assert_allclose(cosine, -1, rtol=1e-6)
@@ -247,14 +247,14 @@ def test_relative_damping_against_dense_solves(diagonal):
     factors = Kronecker(jnp.asarray(np.diag(a) if diagonal else a)[None], jnp.asarray(g)[None])
     mean = np.trace(a) / 4 * np.trace(g) / 3
     v = rng.normal(size=(3, 4))
-    preconditioner = kfac.Eigh("float32", relative=True)
+    preconditioner = kfac.Eigh("float32", scale_damping=True)
     amount = damping_of_blocks(preconditioner, factors, jnp.asarray(0.2))
     np.testing.assert_allclose(amount, [0.2 * mean], rtol=1e-5)
     kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     dense = np.linalg.solve(np.kron(a, g) + 0.2 * mean * np.eye(12), v.ravel("F")).reshape(3, 4, order="F")
     np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
     # Cholesky splits the same amount between the factors: sqrt(l) in units of each factor.
-    preconditioner = kfac.Cholesky("float32", relative=True)
+    preconditioner = kfac.Cholesky("float32", scale_damping=True)
     kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
     damped = [x + np.sqrt(0.2) * np.trace(x) / len(x) * np.eye(len(x)) for x in (g, a)]
     split = np.linalg.solve(damped[0], v) @ np.linalg.inv(damped[1])
@@ -263,20 +263,20 @@ def test_relative_damping_against_dense_solves(diagonal):
 
 def test_relative_damping_of_small_blocks():
     f = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 2, 2)), jnp.float32) ** 2
-    amount = damping_of_blocks(kfac.Cholesky(relative=True), Unitwise(f), jnp.asarray(0.1))
+    amount = damping_of_blocks(kfac.Cholesky(scale_damping=True), Unitwise(f), jnp.asarray(0.1))
     np.testing.assert_allclose(amount, 0.1 * np.asarray(f)[:, :, [0, 1], [0, 1]].mean((1, 2)), rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(relative=True), kfac.Eigh(relative=True)])
+@pytest.mark.parametrize("preconditioner", [kfac.Cholesky(scale_damping=True), kfac.Eigh(scale_damping=True)])
 def test_the_operator_has_the_same_damping(preconditioner):
     tx = kfac.scale_by_kfac(layers(), damping=0.1, preconditioner=preconditioner)
     _, state, updates = run(tx, steps=1)
-    expected = kfac.curvature.operator(layers(), state).inv() @ measured(0)[0]
+    expected = kfac.curvature.block_operator(layers(), state).inv() @ measured(0)[0]
     expected = {**expected, "temperature": measured(0)[0]["temperature"]}  # skipped
     assert_close(updates, expected, 1e-4)
-    if isinstance(preconditioner, kfac.Eigh):  # `Eigh()` without `relative` takes the units of the state
-        other = kfac.curvature.operator(layers(), state, preconditioner=kfac.Eigh()).inv() @ measured(0)[0]
+    if isinstance(preconditioner, kfac.Eigh):  # `Eigh()` without `scale_damping` takes the units of the state
+        other = kfac.curvature.block_operator(layers(), state, preconditioner=kfac.Eigh()).inv() @ measured(0)[0]
         assert_close(other["out"], expected["out"], 1e-4)
 
 
@@ -296,7 +296,7 @@ def test_kfac_refuses_what_belongs_to_natural_gradient():
     adaptive = kfac.adaptive_damping(lambda damping: kfac.kfac(1.0, layers(), damping=damping), 1e-2)
     with pytest.raises(ValueError, match=r"use kfac\.natural_gradient instead of kfac\.kfac"):
         adaptive.init(initial())
-    relative = kfac.Eigh(relative=True)
+    relative = kfac.Eigh(scale_damping=True)
     adaptive = kfac.adaptive_damping(
         lambda damping: plain_kfac(1.0, layers(), damping=damping, preconditioner=relative), 1e-2
     )
@@ -459,7 +459,7 @@ def test_pieces_of_a_kernel_are_scaled_alike_and_no_further_than_the_kernel(x64)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))(params, x)
     length = singular(one_update(kfac.kfac(0.1, found, momentum=0.0), params, grads, factors)["kernel"])
     assert 0.1 / 2 < length < 0.1 * 1.1
-    preconditioner = kfac.Cholesky(relative=True)
+    preconditioner = kfac.Cholesky(scale_damping=True)
     curved = plain_kfac(0.1, found, momentum=None, preconditioner=preconditioner, damping=0.1)
     txs = (kfac.kfac(0.1, found, momentum=0.0, preconditioner=preconditioner), curved)
     step, direction = (one_update(tx, params, grads, factors)["kernel"] for tx in txs)

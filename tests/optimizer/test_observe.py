@@ -29,7 +29,7 @@ INVERSES = [kfac.SOAP(), kfac.Cholesky(), kfac.EKFAC()]
 
 
 def basis_of(state, found, preconditioner):
-    return {"basis": kfac.curvature.eigenbasis(state, found)} if preconditioner.takes_moments else {}
+    return {"basis": kfac.curvature.eigenbasis(state, found)} if preconditioner.uses_example_moments else {}
 
 
 @pytest.mark.parametrize("preconditioner", INVERSES, ids=lambda preconditioner: type(preconditioner).__name__)
@@ -76,7 +76,7 @@ def test_a_step_without_statistics_changes_no_average(preconditioner):
     """Check that a step changes no inverse. It changes the momentum, its own moments and its counters."""
     tx = kfac.scale_by_kfac(layers(), preconditioner=preconditioner)
     factors = measured(0)[1]
-    if preconditioner.takes_moments:
+    if preconditioner.uses_example_moments:
         basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
         factors = kfac.statistics(loss_fn, layers())(initial(), batch(0), basis=basis)
     state = compiled(kfac.observe)(compiled(tx.init)(initial()), factors)
@@ -86,7 +86,7 @@ def test_a_step_without_statistics_changes_no_average(preconditioner):
         "weight",
         "condition",
         "inverted",
-        *(() if preconditioner.takes_gradients else ("preconditioner",)),
+        *(() if preconditioner.owns_momentum else ("preconditioner",)),
     )
     for field in fields:
         assert_equal(field_of(after, field), field_of(state, field))

@@ -78,7 +78,7 @@ SWITCHES = {
 }
 # Fields of the options' values. On several devices, a distribution's fields change the messages, which the tests of
 # axes check.
-INVERSE_FIELDS = {"precision", "relative"}
+INVERSE_FIELDS = {"precision", "scale_damping"}
 DEVICES = {"axis_name", "mesh"}
 # Other tests check these fields: the tests of the assignment and of several devices.
 OTHER_FIELDS = {"owner_axes"}
@@ -652,7 +652,7 @@ BAD = {
 }
 BAD_FIELDS = {
     "precision": ["float16", "fp32", None, 32],
-    "relative": ["yes", None, 1],
+    "scale_damping": ["yes", None, 1],
     "axis_name": [3, 1.5, ("data", 3)],
     "mesh": ["devices", 8],
     "owner_axes": [3, 1.5, ("data", 3)],

@@ -75,7 +75,7 @@ def test_it_finds_circles_and_rooms_without_a_place():
 
 
 def test_it_knows_what_names_the_inside():
-    for line in ("import kfac._factors", "from kfac import _checks", "from kfac.planning._plan import plan"):
+    for line in ("import kfac._factors", "from kfac import _checks", "from kfac.planning._estimate import estimate"):
         assert house.names_the_inside(line)
     for line in ("kfac.__version__", "kfac._NAME", "from kfac.types import Layer", "import test_kfac_"):
         assert not house.names_the_inside(line)

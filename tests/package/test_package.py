@@ -92,13 +92,16 @@ FORMER = [
     ("kfac.curvature", "Operator", "BlockOperator"),
     ("kfac.curvature", "averaged_factors", "factors_from_state"),
     ("kfac.curvature", "estimate", "estimate_factors"),
+    ("kfac.curvature", "operator", "block_operator"),
+    ("kfac.planning", "Plan", "kfac.planning.Estimate"),
+    ("kfac.planning", "plan", "kfac.planning.estimate"),
     ("kfac.schedules", "damping_warmup", "damping_decay"),
     ("kfac.schedules", "rise_and_fall", "warmup_linear_decay"),
 ]
 
 
 @pytest.mark.parametrize(("module", "old", "new"), FORMER)
-def test_names_of_version_0_3_give_the_present_name(module, old, new):
+def test_former_names_give_the_present_name(module, old, new):
     place = importlib.import_module(module)
     with pytest.raises(AttributeError, match=rf"^{module}\.{old} is now {new}$"):
         getattr(place, old)
@@ -128,8 +131,8 @@ KEYWORDS = [
     ("scale_by_kfac", "statistics_every", "statistics_period"),
     ("scale_by_kfac", "unitwise_damping", "unitwise_damping_scale"),
     ("natural_gradient", "rate_in_momentum", "lr_in_momentum"),
-    ("curvature.operator", "inverse", "preconditioner"),
-    ("planning.plan", "statistics_every", "statistics_period"),
+    ("curvature.block_operator", "inverse", "preconditioner"),
+    ("planning.estimate", "statistics_every", "statistics_period"),
 ]
 
 

@@ -79,8 +79,8 @@ HARDWARE = {
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Plan:
-    """The predicted cost of a run, as returned by `plan`. Print it to see a table.
+class Estimate:
+    """The predicted cost of a run, as returned by `estimate`. Print it to see a table.
 
     The cost has four parts. `"gradients"` and `"preconditioning"` occur in each step, `"statistics"` each time they are
     taken, and `"refresh"` each time the inverses are refreshed.
@@ -158,7 +158,7 @@ class Plan:
 
 
 @with_hints(RENAMED)
-def plan(
+def estimate(
     layers: Layers,
     *,
     devices: int,
@@ -169,7 +169,7 @@ def plan(
     statistics_fraction: float | None = None,
     statistics_period: int | None = None,
     inverse_update_period: int | None = None,
-) -> Plan:
+) -> Estimate:
     """Predict the cost of K-FAC on many devices from the layers' shapes. This compiles nothing and needs no device.
 
     Gradients are averaged by an all-reduce, and messages are float32. The gradients' FLOPs count the matrix products
@@ -191,7 +191,7 @@ def plan(
       inverse_update_period: the interval between refreshes, instead of the interval that `overhead` sets.
 
     Returns:
-      A `Plan`.
+      An `Estimate`.
 
     Raises:
       ValueError: an argument is out of range, or a layer was found without positions.
@@ -233,7 +233,7 @@ def plan(
         "state": _state_bytes(layers, blocks),
         "statistics": blocks.statistics,
     }
-    return Plan(
+    return Estimate(
         devices,
         batch,
         hardware,
@@ -277,7 +277,7 @@ class _Blocks:
             work += cost.work * np.sum(self.assignments[cost.name].slot_mask, axis=1)
         return {
             "preconditioning": self.preconditioner.products * products,
-            "refresh": self.preconditioner.flops * float(max(work)),
+            "refresh": self.preconditioner.flops_per_cube * float(max(work)),
         }
 
     @property

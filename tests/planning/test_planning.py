@@ -1,4 +1,4 @@
-"""Test `kfac.planning.plan`: the bytes of compiled programs, the optimizer's interval, and negligible run time."""
+"""Test `kfac.planning.estimate`: the bytes of compiled programs, the optimizer's interval, and negligible run time."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, max_factor_dim):
     layers, compiled = messages.programs(
         model, DEVICES, "shard_map", inverse_update_period=math.inf, max_factor_dim=max_factor_dim
     )
-    plan = kfac.planning.plan(layers, devices=DEVICES, preconditioner=kfac.Cholesky())
+    plan = kfac.planning.estimate(layers, devices=DEVICES, preconditioner=kfac.Cholesky())
     found = {k: messages.by_kind(messages.messages(p.as_text(), DEVICES)) for k, p in compiled.items()}
     sent = {part: size / ALL_REDUCE for part, size in plan.messages.items()}
     expected = {
@@ -100,13 +100,13 @@ def test_its_memory_is_that_of_the_state(preconditioner, devices):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
     held = size((state.owned, state.flat_state)) // devices + size((state.shared, state.bases))
-    assert kfac.planning.plan(layers, devices=devices, preconditioner=preconditioner).memory["state"] == held
+    assert kfac.planning.estimate(layers, devices=devices, preconditioner=preconditioner).memory["state"] == held
 
 
 @pytest.mark.slow
 def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
     began = time.process_time()
-    text = str(kfac.planning.plan(resnet50, devices=4096, batch=131072))
+    text = str(kfac.planning.estimate(resnet50, devices=4096, batch=131072))
     assert time.process_time() - began < 4
     for word in ("ASSUMED", "predicted", "memory of a device", "fits into 80.0 GB", "statistics every 7"):
         assert word in text
@@ -114,18 +114,18 @@ def test_a_run_on_thousands_of_devices_is_planned_in_no_time(resnet50):
 
 @pytest.mark.slow
 def test_given_intervals_stay(resnet50):
-    given = kfac.planning.plan(resnet50, devices=64, batch=8192, inverse_update_period=50, statistics_period=5)
+    given = kfac.planning.estimate(resnet50, devices=64, batch=8192, inverse_update_period=50, statistics_period=5)
     assert (given.inverse_update_period, given.statistics_period) == (50, 5)
     seconds = given.seconds
     extra = seconds["preconditioning"] + seconds["statistics"] / 5 + seconds["refresh"] / 50
     assert given.extra_seconds == pytest.approx(extra)
     few, all_examples = (
-        kfac.planning.plan(resnet50, devices=64, batch=8192, statistics_fraction=part, statistics_period=5)
+        kfac.planning.estimate(resnet50, devices=64, batch=8192, statistics_fraction=part, statistics_period=5)
         for part in (1 / 4, 1)
     )
     assert all_examples.flops["statistics"] == pytest.approx(4 * few.flops["statistics"])
     # If every step has the statistics of all examples, statistics share the gradients' passes.
-    fused = kfac.planning.plan(resnet50, devices=64, batch=8192, statistics_fraction=1, statistics_period=1)
+    fused = kfac.planning.estimate(resnet50, devices=64, batch=8192, statistics_fraction=1, statistics_period=1)
     passes = 2 / 3 * fused.flops["gradients"]
     assert all_examples.flops["statistics"] == pytest.approx(fused.flops["statistics"] + passes)
 
@@ -134,12 +134,12 @@ def test_given_intervals_stay(resnet50):
 def test_hardware_and_its_rates(resnet50):
     h100 = kfac.planning.HARDWARE["h100"]
     slow, fast = (
-        kfac.planning.plan(resnet50, devices=8, batch=256, hardware=dataclasses.replace(h100, bandwidth=rate))
+        kfac.planning.estimate(resnet50, devices=8, batch=256, hardware=dataclasses.replace(h100, bandwidth=rate))
         for rate in (1e9, 1e12)
     )
     sent = slow.messages["gradients"]
     assert slow.seconds["gradients"] - fast.seconds["gradients"] == pytest.approx(sent / 1e9 - sent / 1e12)
-    own = kfac.planning.plan(resnet50, devices=1, batch=256, hardware=kfac.planning.Hardware(1e12, 1e11, 1e10, 1e8))
+    own = kfac.planning.estimate(resnet50, devices=1, batch=256, hardware=kfac.planning.Hardware(1e12, 1e11, 1e10, 1e8))
     assert own.seconds["gradients"] == own.flops["gradients"] / 1e12
     assert own.seconds["refresh"] == own.flops["refresh"] / 1e11
     assert not own.fits and "DOES NOT FIT into 100.0 MB" in str(own)
@@ -161,7 +161,7 @@ def test_hardware_and_its_rates(resnet50):
 )
 def test_wrong_arguments_are_named(resnet50, options, words):
     with pytest.raises(ValueError, match=words):
-        kfac.planning.plan(resnet50, **{"devices": 8, "batch": 256, **options})
+        kfac.planning.estimate(resnet50, **{"devices": 8, "batch": 256, **options})
 
 
 def test_wrong_hardware_is_refused():
@@ -171,27 +171,27 @@ def test_wrong_hardware_is_refused():
 
 def test_a_plan_needs_a_number_of_examples(resnet50):
     with pytest.raises(ValueError, match="without a number of examples: pass batch="):
-        kfac.planning.plan(dataclasses.replace(resnet50, num_examples=None), devices=8)
+        kfac.planning.estimate(dataclasses.replace(resnet50, num_examples=None), devices=8)
 
 
 def test_the_table_of_owners_of_version_0_3_names_the_plan():
-    with pytest.raises(AttributeError, match=r"kfac\.planning\.Assignment is now kfac\.planning\.plan"):
+    with pytest.raises(AttributeError, match=r"kfac\.planning\.Assignment is now kfac\.planning\.estimate"):
         _ = kfac.planning.Assignment
 
 
 def test_layers_without_positions_are_refused(resnet50):
     blocks = tuple(dataclasses.replace(layer, positions=None) for layer in resnet50)
     with pytest.raises(ValueError, match="layers: '0_0a/kernel' was found without positions"):
-        kfac.planning.plan(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
+        kfac.planning.estimate(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
 
 
 @pytest.mark.slow
 def test_eigendecompositions_cost_more(resnet50):
     cholesky, eigh = (
-        kfac.planning.plan(resnet50, devices=8, batch=256, preconditioner=i) for i in (kfac.Cholesky(), kfac.Eigh())
+        kfac.planning.estimate(resnet50, devices=8, batch=256, preconditioner=i) for i in (kfac.Cholesky(), kfac.Eigh())
     )
     assert eigh.flops["refresh"] > 2 * cholesky.flops["refresh"]
-    ekfac = kfac.planning.plan(resnet50, devices=8, batch=256, preconditioner=kfac.EKFAC())
+    ekfac = kfac.planning.estimate(resnet50, devices=8, batch=256, preconditioner=kfac.EKFAC())
     assert ekfac.messages["refresh"] and not eigh.messages["refresh"]
 
 
@@ -243,15 +243,15 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
     kind = preconditioner or kfac.SOAP()
     gradients, share = 6 * examples * width * (width + 4), 4 if preconditioner is None and examples >= 64 else 1
     statistics = (2 * examples * (3 * width**2 + 4**2) + gradients * 2 / 3) / share
-    refresh = kind.flops * (3 * width**3 + 4**3)
+    refresh = kind.flops_per_cube * (3 * width**3 + 4**3)
     ratio = (statistics + 3 * refresh) / gradients / overhead
     assert (
         interval(loss, layers, params, x, preconditioner=preconditioner, overhead=overhead)
         == every
         == min(16, math.ceil(ratio))
     )
-    # A plan is for accelerators, where a FLOP of a refresh costs 8 instead of 3.
-    plan = kfac.planning.plan(layers, devices=2, preconditioner=preconditioner, overhead=overhead)
+    # An estimate is for accelerators, where a FLOP of a refresh costs 8 instead of 3.
+    plan = kfac.planning.estimate(layers, devices=2, preconditioner=preconditioner, overhead=overhead)
     ratio = (statistics + 8 * refresh) / gradients / overhead
     assert plan.inverse_update_period == plan.statistics_period == min(16, math.ceil(ratio))
 
@@ -282,6 +282,6 @@ def test_without_a_number_of_examples_every_step_refreshes():
 def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default():
     loss, params, x = perceptron(64, 16)
     layers = kfac.find_layers(loss, params, x)
-    assert repr(kfac.planning.plan(layers, devices=4)) == repr(
-        kfac.planning.plan(layers, devices=4, batch=64, preconditioner=kfac.SOAP())
+    assert repr(kfac.planning.estimate(layers, devices=4)) == repr(
+        kfac.planning.estimate(layers, devices=4, batch=64, preconditioner=kfac.SOAP())
     )
