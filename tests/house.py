@@ -22,7 +22,7 @@ READERS = {f"_capture.{name}" for name in ("program", "equations", "parameters",
 
 # The rooms in import order: each room may import from its own row and from the rows above.
 ROOMS = (
-    ("_layers", "_leaves", "_factors", "_packing", "_mesh", "_checks"),
+    ("_layers", "_leaves", "_factors", "_packing", "_mesh", "_linalg", "_checks"),
     ("_statistics",),
     ("_capture",),
     ("_curvature",),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kfac._curvature.cholesky import spd_inverse
+from kfac._linalg import spd_inverse
 from kfac._statistics.offsets import Axis, offset_moment
 
 

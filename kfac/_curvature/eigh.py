@@ -13,13 +13,11 @@ from jax.typing import DTypeLike
 
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
-    aligned,
     damping_of_blocks,
-    identities,
-    product,
     with_option_hints,
 )
 from kfac._factors import Basis, Kronecker, is_diagonal, per_block
+from kfac._linalg import aligned, identities, product
 
 
 class Eigen(NamedTuple):

@@ -10,10 +10,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kfac._checks import check_shapes
-from kfac._curvature.cholesky import close_product
 from kfac._curvature.eigh import Eigen, Eigh, condition_of
 from kfac._curvature.preconditioner import averaged, with_option_hints
 from kfac._factors import Basis
+from kfac._linalg import close_product
 
 
 class EKFACState(NamedTuple):

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._curvature.cholesky import add_diagonal, close_product, factorise, solve
-from kfac._curvature.preconditioner import aligned
 from kfac._factors import per_block
+from kfac._linalg import add_diagonal, aligned, close_product, factorise, solve
 from kfac._mesh import as_varying, varying_axes
 
 # Above this Frobenius norm of `X^T X - I`, the Gram matrix gets a shift, so that its Cholesky factor exists.

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax import Array, lax
-from jax.typing import DTypeLike
+from jax import Array
 
 from kfac._checks import check, check_type, with_hints
-from kfac._factors import Basis, per_block, safe_ratio
+from kfac._factors import Basis, per_block
 from kfac._layers import Layer
 from kfac._mesh import PyTree
-from kfac._packing import Shape, pad_end
 
 T = TypeVar("T")
 
@@ -302,104 +297,6 @@ def damping_of_blocks(
         return jnp.broadcast_to(damping, size)
     mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
-
-
-def sums(
-    stacks: Sequence[Array],
-    first: int = 1,
-) -> Sequence[Array]:
-    """Sum stacks of equal shape over all axes from `first` on.
-
-    One reduction sums all stacks. It reads their common inputs only once and is only one kernel to compile.
-    """
-    zeros = [jnp.zeros((), x.dtype) for x in stacks]
-    axes = tuple(range(first, stacks[0].ndim))
-    return lax.reduce(stacks, zeros, optax.tree.add, axes)
-
-
-def cosine(
-    a: Array,
-    b: Array,
-) -> Array:
-    """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
-    ab, aa, bb = sums([a * b, a * a, b * b])
-    norms = jnp.sqrt(aa) * jnp.sqrt(bb)
-    return safe_ratio(ab, norms)
-
-
-def count_bytes(tree: PyTree) -> int:
-    """Return the total size of all arrays in bytes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def finite(
-    stack: Array,
-    dims: int = 1,
-) -> Array:
-    """Return for each entry along the first `dims` dimensions of `stack` whether all its numbers are finite.
-
-    The test looks at their sum: NaN stays NaN, and infinities stay infinite or become NaN. Finite numbers whose sum
-    overflows count as not finite. A test of every number would need an array as large as the stack.
-    """
-    # Sums of ordinary numbers would overflow in float16.
-    wide = jnp.promote_types(stack.dtype, jnp.float32)
-    return jnp.isfinite(jnp.sum(stack, axis=tuple(range(dims, stack.ndim)), dtype=wide))
-
-
-def product(
-    spec: str,
-    precision: str,
-    dtype: DTypeLike,
-    wide: DTypeLike,
-    *operands: Array,
-) -> Array:
-    """Compute an `einsum` of two operands in the arithmetic `precision`.
-
-    Args:
-      spec: the subscripts.
-      precision: an option of `BlockPreconditioner`.
-      dtype: the dtype of stored inverses, to which both operands are cast.
-      wide: the dtype of the sums and the result.
-      *operands: the two operands.
-    """
-    operands = tuple(x.astype(dtype) for x in operands)
-
-    def einsum(arithmetic, *operands):
-        return jnp.einsum(
-            spec, *operands, precision=arithmetic, preferred_element_type=wide
-        )
-
-    if precision in ("float32", "bfloat16") or dtype != jnp.float32:
-        return einsum("highest", *operands)
-    # TF32 on GPUs, three products on TPUs, float32 on CPUs.
-    high = functools.partial(einsum, "high")
-    if precision == "tensorfloat32":
-        return high(*operands)
-    thrice = functools.partial(einsum, lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
-    return lax.platform_dependent(*operands, cuda=thrice, default=high)
-
-
-def aligned(
-    stack: Array,
-    multiple: int = 8,
-) -> Array:
-    """Pad the last two axes with zeros to a multiple, for products on tensor cores.
-
-    Tensor cores load 16 bytes at a time. With a bias, a factor often has an odd number of rows. On an H200 its products
-    took up to four times as long as products at the next even size. Axes shorter than 64 are not padded.
-    """
-    missing = [-n % multiple if n >= 64 else 0 for n in stack.shape[-2:]]
-    return pad_end(stack, *missing)
-
-
-def identities(
-    shape: Shape,
-    dtype: DTypeLike,
-) -> Array:
-    """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
-    if len(shape) == 2:
-        return jnp.ones(shape, dtype)
-    return jnp.zeros(shape, dtype) + jnp.eye(shape[-1], dtype=dtype)
 
 
 def averaged(

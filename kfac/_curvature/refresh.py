@@ -12,12 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kfac._curvature.preconditioner import (
-    BlockPreconditioner,
-    damping_of_blocks,
-    finite,
-)
+from kfac._curvature.preconditioner import BlockPreconditioner, damping_of_blocks
 from kfac._factors import Block, per_block
+from kfac._linalg import finite
 from kfac._mesh import PyTree, as_varying, varying_axes
 
 RETRY = 10.0  # the factor on the damping when a failed block is tried again

@@ -10,17 +10,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._checks import check_range
-from kfac._curvature.cholesky import exact_product
 from kfac._curvature.eigh import condition_of, rotate
 from kfac._curvature.orthonormal import orthonormal
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
     averaged,
-    cosine,
-    identities,
     with_option_hints,
 )
 from kfac._factors import is_diagonal, per_block
+from kfac._linalg import cosine, exact_product, identities
 
 
 class SOAPState(NamedTuple):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kfac._curvature.preconditioner import BlockPreconditioner, identities
+from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._factors import Basis
+from kfac._linalg import identities
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,11 @@ from jax import Array, lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.kronecker import to_send
-from kfac._curvature.preconditioner import averaged, finite
+from kfac._curvature.preconditioner import averaged
 from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
 from kfac._factors import Average, Basis, Factors, Packed, Statistics
+from kfac._linalg import finite
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import StepContext, join

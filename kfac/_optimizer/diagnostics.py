@@ -1,4 +1,4 @@
-"""Read values from an optimizer state: scalars to log, whether statistics are due, and eigenvectors for EKFAC."""
+"""Read values from an optimizer state: scalars to log, and whether statistics are due."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 
-from kfac._checks import check_layers
-from kfac._curvature.blocks import check_factors, group_layers
-from kfac._curvature.refresh import one_by_one
-from kfac._factors import Basis, Factors
-from kfac._layers import Layers
 from kfac._optimizer.reshard import some_states
 from kfac._optimizer.state import (
     AdaptiveDampingState,
     KfacState,
-    check_groups,
     find_nodes,
     find_state,
     pure,
@@ -100,70 +94,3 @@ def statistics_due(opt_state: Any) -> Array:
         due = jnp.array(pure(state.due), bool)
         flags.append(due.ravel()[0] if due.ndim else due)
     return functools.reduce(jnp.logical_or, flags)
-
-
-def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
-    """Return the eigenvectors of the factors, for the argument `basis` of `value_and_grad`.
-
-    This function works under `jit`. For an optimizer state it returns the eigenvectors that the optimizer preconditions
-    with, the same on all devices. With `jax.pmap` or `jax.shard_map`, call it inside the mapped function.
-
-    Moments for an optimizer must be in the basis of the very state that `observe` updates with them. No error is raised
-    if they are in another basis.
-
-    Args:
-      source: a tree that holds a single state of an optimizer with `preconditioner=kfac.EKFAC()`, or a `Factors`, whose
-        factors are then decomposed.
-      layers: the layers that `find_layers` returned.
-
-    Returns:
-      A `kfac.types.Basis` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
-      `[copies?, d_in, d_in]`, and `G` is `Q_G`, `[copies?, d_out, d_out]`, with columns in the order of increasing
-      eigenvalues. Before the first inversion they are identities. EKFAC corrects layers that have a single use, known
-      examples and two full, uncut factors (`Layer.supports_ekfac`).
-
-    Raises:
-      ValueError: `source` holds no such state or several, or does not fit the layers.
-    """
-    check_layers(layers)
-    basis: dict[str, Basis] = {}
-    if isinstance(source, Factors):
-        check_factors(source, layers)
-        for layer in layers:
-            if layer.supports_ekfac:
-                block: Any = source[layer.name]
-                a = _eigenvectors(block.A)
-                g = _eigenvectors(block.G)
-                basis[layer.name] = Basis(a, g)
-        return basis
-    state = find_state(source, "source")
-    groups = group_layers(layers)
-    check_groups(groups, state)
-    for group in groups:
-        if not group.supports_ekfac:
-            continue
-        stack = state.bases.get(group.name)
-        blocks = state.owned[group.name].blocks
-        if stack is None and blocks.preconditioner is not None:
-            stack = state.settings.preconditioner.basis(blocks.preconditioner)
-        if stack is None:
-            raise ValueError(
-                "source must be a state with preconditioner=kfac.EKFAC(), but is one with "
-                f"{state.settings.preconditioner!r}"
-            )
-        if stack.A.shape[0] != group.size:
-            raise ValueError(
-                "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
-            )
-        for layer, part in group.split(stack):
-            if layer.supports_ekfac:
-                basis[layer.name] = group.unstack(layer, part)
-    return basis
-
-
-def _eigenvectors(factor: Array) -> Array:
-    def decompose(matrix):
-        return lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0]
-
-    matrices = factor.reshape(-1, *factor.shape[-2:])
-    return one_by_one(decompose, matrices).reshape(factor.shape)

@@ -16,11 +16,11 @@ import optax
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.preconditioner import finite
 from kfac._distributed.comm import CommContext
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import per_block
 from kfac._leaves import leaves_by_path, map_by_path
+from kfac._linalg import finite
 from kfac._mesh import PyTree
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.state import KfacState, assignments_of

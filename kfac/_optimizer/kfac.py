@@ -19,9 +19,9 @@ from kfac._checks import (
     check_layers,
     with_hints,
 )
+from kfac._curvature.cost_model import OVERHEAD, affordable
 from kfac._curvature.preconditioner import BlockPreconditioner, check_preconditioner
 from kfac._curvature.soap import SOAP
-from kfac._distributed.cost_model import OVERHEAD, affordable
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.assemble import assemble

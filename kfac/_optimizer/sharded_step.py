@@ -20,13 +20,13 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.preconditioner import finite
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Factors
 from kfac._layers import Layer
 from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
+from kfac._linalg import finite
 from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
 from kfac._optimizer.averages import (
     BatchStacks,

@@ -14,9 +14,10 @@ import optax
 from jax import Array
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.preconditioner import Momentum, cosine
+from kfac._curvature.preconditioner import Momentum
 from kfac._factors import per_block
 from kfac._leaves import leaves_by_path
+from kfac._linalg import cosine
 from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import (
     Gradients,

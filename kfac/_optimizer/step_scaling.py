@@ -13,9 +13,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kfac._curvature.blocks import Group
-from kfac._curvature.preconditioner import sums
 from kfac._factors import per_block, safe_ratio
 from kfac._layers import Layer
+from kfac._linalg import sums
 
 ScalarOrSchedule = float | Array | Callable[[Array], ArrayLike]
 

@@ -23,10 +23,11 @@ from kfac._checks import (
     check_given,
     with_hints,
 )
-from kfac._distributed.cost_model import prices_of_layers
+from kfac._curvature.cost_model import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._mesh import PyTree
-from kfac._optimizer.diagnostics import eigenbasis, statistics_due
+from kfac._optimizer.diagnostics import statistics_due
+from kfac._optimizer.eigenbasis import eigenbasis
 from kfac._optimizer.kfac import kfac, statistics_one_in
 from kfac._optimizer.observe import observe
 from kfac._optimizer.state import KfacState, find_nodes

@@ -11,7 +11,7 @@
 
 from kfac._capture.likelihoods import Likelihood
 from kfac._checks import former_names as _former_names
-from kfac._optimizer.diagnostics import eigenbasis
+from kfac._optimizer.eigenbasis import eigenbasis
 from kfac.curvature._estimate import estimate_factors
 from kfac.curvature._gauss_newton import GaussNewton, gauss_newton
 from kfac.curvature._operator import BlockOperator, block_operator, factors_from_state

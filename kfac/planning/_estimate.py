@@ -20,14 +20,7 @@ from kfac._checks import (
     with_hints,
 )
 from kfac._curvature.blocks import Group, group_layers
-from kfac._curvature.preconditioner import (
-    BlockPreconditioner,
-    check_preconditioner,
-    count_bytes,
-)
-from kfac._curvature.soap import SOAP
-from kfac._distributed.comm import CommContext
-from kfac._distributed.cost_model import (
+from kfac._curvature.cost_model import (
     OVERHEAD,
     REFRESH_PRICE,
     affordable,
@@ -35,6 +28,12 @@ from kfac._distributed.cost_model import (
     products_of,
     statistics_of,
 )
+from kfac._curvature.preconditioner import (
+    BlockPreconditioner,
+    check_preconditioner,
+)
+from kfac._curvature.soap import SOAP
+from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.message_layout import BUCKETS, make_buckets, make_message_layout
 from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
@@ -295,7 +294,7 @@ class _Blocks:
             gradients[group.name] = 4 * group.d_in * group.d_out
             statistics[group.name] = size
             basis = jax.eval_shape(functools.partial(self.basis, group))
-            bases[group.name] = count_bytes(basis)
+            bases[group.name] = _count_bytes(basis)
         return {
             "preconditioning": self.moved(gradients),
             "statistics": self.moved(statistics, BUCKETS) + self.all_reduced(reduced),
@@ -317,7 +316,7 @@ class _Blocks:
             block = self.zeros(group)
             return block if self.devices == 1 else block.packed(shapes)
 
-        return count_bytes(jax.eval_shape(stored))
+        return _count_bytes(jax.eval_shape(stored))
 
     def zeros(self, group: Group) -> Block:
         """Return a block's statistics before the first batch."""
@@ -347,6 +346,11 @@ class _Blocks:
         return total
 
 
+def _count_bytes(tree: PyTree) -> int:
+    """Return the total size of all arrays in bytes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _batch_size(layers: Layers) -> int:
     if not layers.num_examples:
         raise ValueError(
@@ -363,5 +367,5 @@ def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
     config = Config(layers, blocks.groups, blocks.preconditioner, comm, scaling)
     settings = Settings(layers, blocks.preconditioner, Distribution(), True)
     state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
-    own = count_bytes((state.owned, state.flat_state))
-    return own // blocks.devices + count_bytes((state.shared, state.bases))
+    own = _count_bytes((state.owned, state.flat_state))
+    return own // blocks.devices + _count_bytes((state.shared, state.bases))

@@ -13,8 +13,9 @@ import pytest
 from jax import lax
 
 import kfac
-from kfac._curvature import cholesky, orthonormal, soap
-from kfac._curvature.cholesky import exact_product
+from kfac import _linalg
+from kfac._curvature import orthonormal, soap
+from kfac._linalg import exact_product
 from kfac._statistics.offsets import Axis, _of_pairs, offset_moment
 
 
@@ -80,7 +81,7 @@ def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
     exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     wrong = [np.abs(product(a, b) - exact).max() for product in (sixfold, exact_product)]
     assert wrong[0] < 2 * wrong[1] < 1e-4
-    monkeypatch.setattr(cholesky, "exact_product", sixfold)
+    monkeypatch.setattr(_linalg, "exact_product", sixfold)
     monkeypatch.setattr(orthonormal, "close_product", sixfold)
     found = np.asarray(orthonormal.orthonormal_by_products(a @ a.mT), np.float64)
     np.testing.assert_allclose(found.mT @ found, np.eye(100)[None], atol=2e-6)
@@ -92,7 +93,7 @@ def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
 
     The smallest shift is too small for two of these matrices. They had no basis at all before the shift could grow.
     """
-    monkeypatch.setattr(cholesky, "exact_product", sixfold)
+    monkeypatch.setattr(_linalg, "exact_product", sixfold)
     monkeypatch.setattr(orthonormal, "close_product", threefold)
     d = 784
     scale = np.arange(1.0, d + 1) ** -power
@@ -119,7 +120,7 @@ def test_steps_of_soap_with_products_of_parts(monkeypatch):
     monkeypatch.setattr(soap, "orthonormal", orthonormal.orthonormal_by_products)
     expected = gpu_speed.three_steps(preconditioner)
     monkeypatch.setattr(soap, "exact_product", sixfold)
-    monkeypatch.setattr(cholesky, "exact_product", sixfold)
+    monkeypatch.setattr(_linalg, "exact_product", sixfold)
     monkeypatch.setattr(orthonormal, "close_product", threefold)
     found = gpu_speed.disagreement(gpu_speed.three_steps(preconditioner), expected, limit=0.005)
     assert found["agrees"], found

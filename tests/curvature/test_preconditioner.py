@@ -12,8 +12,8 @@ import pytest
 import kfac
 import kfac._curvature.cholesky
 import kfac._curvature.refresh
-from kfac._curvature.cholesky import spd_inverse
 from kfac._curvature.unitwise import ChannelPreconditioner
+from kfac._linalg import spd_inverse
 from kfac.types import Kronecker, Unitwise
 
 FLOAT32_EPS = float(np.finfo(np.float32).eps)
@@ -212,7 +212,7 @@ def by_halves(matrices):
 @pytest.mark.parametrize("dim", [7, 8, 13, 32])
 @pytest.mark.parametrize("leaf", [1, 3, 8])
 def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, leaf):
-    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)
+    monkeypatch.setattr(kfac._linalg, "LEAF", leaf)
     matrices = np.stack([spd(k, dim, condition=1e4) for k in range(3)])
     found = by_halves(matrices)
     np.testing.assert_allclose(found, np.linalg.inv(matrices), rtol=0, atol=1e-10 * np.abs(found).max())
@@ -221,7 +221,7 @@ def test_inverses_by_halves_are_those_of_dense_solves(x64, monkeypatch, dim, lea
 
 @pytest.mark.parametrize("place", [0, 4, 8, 12])
 def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, place):
-    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", 3)
+    monkeypatch.setattr(kfac._linalg, "LEAF", 3)
     matrix = np.eye(13, dtype=np.float32)
     matrix[place, place] = -1
     assert not np.all(np.isfinite(by_halves(matrix[None])))
@@ -231,7 +231,7 @@ def test_an_inverse_by_halves_fails_where_any_part_is_not_positive(monkeypatch, 
 @pytest.mark.parametrize("condition", [1e3, 1e6])
 def test_inverses_by_halves_are_as_accurate_as_a_factorisation_allows(monkeypatch, condition):
     """Compare float32 residuals with a pivoted LU decomposition and with the exact inverse, rounded."""
-    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", 24)
+    monkeypatch.setattr(kfac._linalg, "LEAF", 24)
     matrix = spd(0, 200, condition=condition).astype(np.float32)
     exact = np.linalg.inv(matrix.astype(np.float64)).astype(np.float32)
 
@@ -259,7 +259,7 @@ def test_blocks_in_portions_are_inverted_as_if_each_were_alone(monkeypatch, name
 
     Each block replaces both of its factors or keeps both.
     """
-    monkeypatch.setattr(kfac._curvature.cholesky, "LEAF", leaf)
+    monkeypatch.setattr(kfac._linalg, "LEAF", leaf)
     rng = np.random.default_rng(0)
 
     def moments(k, d):

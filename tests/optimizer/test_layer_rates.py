@@ -12,7 +12,7 @@ import pytest
 
 import kfac
 import problem
-from kfac._curvature.preconditioner import cosine
+from kfac._linalg import cosine
 from kfac._optimizer.step_scaling import AGREES, FASTEST, FOLLOWS, FORGETS, FULL, TOO_FAR, adapted
 from problem import assert_equal, matrices, measured, motions, observing, state_of
 
