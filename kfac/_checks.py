@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kfac._layers import Layer, Layers
+from kfac._layers import Layer, Layers, Rules
 from kfac._mesh import axis_names
 from kfac._packing import Shape
 
@@ -120,33 +119,33 @@ def check_switch(
         raise ValueError(f"{name} must be True or False, but is {value!r}")
 
 
-def check_multipliers(
-    name: str,
-    value: object,
-) -> None:
-    """Raise if a value is not a mapping of regular expressions to positive numbers, or is empty."""
-    if not isinstance(value, Mapping) or not value:
+def check_rules(value: object) -> Rules:
+    """Return the `rules` of `find_layers` as pairs.
+
+    Raises:
+      ValueError: a value is not a mapping of regular expressions to `"skip"`, `"reduce"`, `"gradient"` or a positive
+        number.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
         raise ValueError(
-            f"{name} must be a mapping of regular expressions to positive numbers, but is {value!r}"
+            "rules must be a mapping of regular expressions to 'skip', 'reduce', 'gradient' or a positive number, but "
+            f"is {value!r}"
         )
-    for pattern, factor in value.items():
-        check_number(f"{name}[{pattern!r}]", factor, "(0, inf)")
-
-
-def check_patterns(
-    name: str,
-    value: Any,
-) -> None:
-    """Raise if a value is not a sequence of regular expressions."""
-    # Iterators are refused, because this check would exhaust them.
-    several = isinstance(value, Collection) and not isinstance(
-        value, str | bytes | Mapping
-    )
-    if several and all(isinstance(pattern, str | re.Pattern) for pattern in value):
-        return
-    raise ValueError(
-        f"{name} must be a sequence of regular expressions, but is {value!r}"
-    )
+    pairs: list[tuple[str, str | float]] = []
+    for pattern, treatment in value.items():
+        name = f"rules[{pattern!r}]"
+        if isinstance(treatment, str):
+            check_choice(name, treatment, ("skip", "reduce", "gradient"))
+            pairs.append((pattern, treatment))
+            continue
+        # A multiplier is a part of the hashable layers, so it cannot be traced.
+        if isinstance(treatment, jax.core.Tracer):
+            raise ValueError(f"{name} must be a number, but is traced")
+        check_number(name, treatment, "(0, inf)")
+        pairs.append((pattern, float(treatment)))
+    return tuple(pairs)
 
 
 def as_argnums(value: Any) -> tuple[int | str, ...]:
@@ -200,14 +199,18 @@ def check_fraction(
 RENAMED = {
     "cost": "overhead=",
     "factor_decay": "factor_ema_decay=",
-    "gradient": "gradient_factors=",
+    "gradient": 'rules={pattern: "gradient"} of find_layers',
+    "gradient_factors": 'rules={pattern: "gradient"} of find_layers',
     "inverse": "preconditioner=",
     "inverse_every": "inverse_update_period=",
-    "layer_rates": "adaptive_layer_rates= (a bool) and layer_multipliers= (a mapping)",
+    "kfac_reduce": 'rules={pattern: "reduce"} of find_layers',
+    "layer_multipliers": "rules={pattern: multiplier} of find_layers",
+    "layer_rates": "adaptive_layer_rates= (a bool), or rules={pattern: multiplier} of find_layers",
     "max_dim": "max_factor_dim=",
     "rate_in_momentum": "lr_in_momentum=",
-    "reduce": "kfac_reduce=",
+    "reduce": 'rules={pattern: "reduce"} of find_layers',
     "refresh_warmup": "interval_warmup_steps=",
+    "skip": 'rules={pattern: "skip"} of find_layers',
     "statistics_every": "statistics_period=",
     "subsample": "statistics_fraction=, 1/4 for every fourth example",
     "unitwise_damping": "unitwise_damping_scale=",
@@ -289,8 +292,6 @@ OPTIONS: dict[str, Callable[[str, Any], None]] = {
         check_switch,
         "scale_damping nesterov lr_in_momentum has_aux strict verbose donate adaptive_layer_rates",
     ),
-    **_rules(check_multipliers, "layer_multipliers"),
-    **_rules(check_patterns, "skip kfac_reduce gradient_factors"),
     **_rules(check_argnums, "batch_argnums"),
     **_rules(check_choice, "fisher", ("empirical", "sampled", "expected")),
     **_rules(

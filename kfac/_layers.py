@@ -17,6 +17,8 @@ from kfac._leaves import Layout
 from kfac._packing import Shape, pad_end, pieces_along
 
 FactorShapes = dict[str, Shape]
+# Pairs of a regular expression and `"skip"`, `"reduce"`, `"gradient"` or a multiplier, see `find_layers`.
+Rules = tuple[tuple[str, str | float], ...]
 KRONECKER_KINDS = ("dense", "conv", "embedding")
 # Factors with more rows than the default bound become diagonal blocks, and vocabularies become diagonal.
 MAX_DIM = 8192
@@ -75,6 +77,7 @@ class Layer:
         input position away from the edges: 9 for 3 x 3, or 2.25 with stride 2. If several convolutions read the kernel,
         it is their maximum. For a vector that is copied to `p` positions of each example, it is `1 / p`. Other layers
         have 1.
+      multiplier: a factor on the layer's steps, from the `rules` of `find_layers`.
 
     For example, three stacked kernels with 10,000 inputs and `num_blocks=(2, 1)` have these shapes of `A`: `(5000,
     5000)` in `block_shapes`, `(2, 5000, 5000)` in `side_shapes` and `(3, 2, 5000, 5000)` in `factor_shapes`.
@@ -98,6 +101,7 @@ class Layer:
     uses: int = _not_compared(1)
     order: int = _not_compared(0)
     overlap: float = 1.0
+    multiplier: float = 1.0
 
     @property
     def kronecker(self) -> bool:
@@ -259,10 +263,8 @@ class Layers(Sequence[Layer]):
     Attributes:
       blocks: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
-      skip: the `skip=` patterns of `find_layers`.
+      rules: the `rules=` of `find_layers`, as pairs of a pattern and a value.
       max_factor_dim: the `max_factor_dim=` bound of `find_layers`.
-      kfac_reduce: the `kfac_reduce=` patterns of `find_layers`.
-      gradient_factors: the `gradient_factors=` patterns of `find_layers`.
       structure: the parameters' tree structure.
       num_examples: the number of examples in the traced batch. None if unknown, and `"auto"` intervals are then 1.
       batch_argnums: the arguments of the loss that hold the examples.
@@ -275,10 +277,8 @@ class Layers(Sequence[Layer]):
 
     blocks: tuple[Layer, ...]
     paths: tuple[str, ...]
-    skip: tuple[str, ...] = ()
+    rules: Rules = ()
     max_factor_dim: int | None = None
-    kfac_reduce: tuple[str, ...] = ()
-    gradient_factors: tuple[str, ...] = ()
     structure: Any = dataclasses.field(default=None, compare=False)
     num_examples: int | None = _not_compared(None)
     batch_argnums: tuple[int | str, ...] = _not_compared(())
@@ -381,6 +381,9 @@ def _cells(layer: Layer, memory: str) -> list[str]:
     positions = "" if layer.positions is None else str(layer.positions)
     if remarks:
         positions = f"{positions} ({', '.join(remarks)})".strip()
+    notes = [layer.note] if layer.note else []
+    if layer.multiplier != 1:
+        notes.append(f"steps times {layer.multiplier:g}")
     return [
         layer.name,
         layer.kind,
@@ -390,7 +393,7 @@ def _cells(layer: Layer, memory: str) -> list[str]:
         positions,
         str(layer.copies),
         memory,
-        layer.note,
+        "; ".join(notes),
     ]
 
 

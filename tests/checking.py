@@ -37,13 +37,12 @@ def run(
     batch: Sequence[Any],
     *,
     rounding: float = ROUNDING,
-    skip=(),
+    rules=None,
     max_factor_dim: int | None = 8192,
-    kfac_reduce=(),
     **options,
 ):
     """Return a loss's layers, gradients and factors. Check its value and gradients against `jax.value_and_grad`."""
-    layers = kfac.find_layers(loss, params, *batch, skip=skip, max_factor_dim=max_factor_dim, kfac_reduce=kfac_reduce)
+    layers = kfac.find_layers(loss, params, *batch, rules=rules, max_factor_dim=max_factor_dim)
     value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
     expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)

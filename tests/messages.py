@@ -263,7 +263,7 @@ def gpt(n, size=64, layers=12, d=768, words=50257, heads=12):
         return -jnp.mean(jnp.sum(jax.nn.one_hot(b["x"], words) * jax.nn.log_softmax(z), axis=-1))
 
     tokens = jax.ShapeDtypeStruct((n, size), jnp.int32)
-    return loss, floats(shapes), {"x": tokens}, {"skip": ["places"]}
+    return loss, floats(shapes), {"x": tokens}, {"rules": {"places": "skip"}}
 
 
 def floats(shapes):

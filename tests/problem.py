@@ -50,7 +50,7 @@ def loss_fn(params, batch):
 
 @functools.cache
 def layers():
-    found = kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature"])
+    found = kfac.find_layers(loss_fn, initial(), batch(0), rules={"temperature": "skip"})
     assert [layer.kind for layer in found] == ["dense", "unitwise", "diagonal", "dense", "skipped"]
     return found
 

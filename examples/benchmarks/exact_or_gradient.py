@@ -182,11 +182,11 @@ CASES = {
 }
 
 
-def train(case: Case, gradient: tuple[str, ...], rate: float, seed: int) -> np.ndarray:
+def train(case: Case, rules: dict[str, str], rate: float, seed: int) -> np.ndarray:
     """Train a case; return the loss at each step."""
 
     def make(params: Any, batch: Any) -> Any:
-        layers = kfac.find_layers(case.loss, params, batch, gradient_factors=gradient)
+        layers = kfac.find_layers(case.loss, params, batch, rules=rules)
         return layers, kfac.kfac(schedule(rate, STEPS), layers)
 
     return trained(case.init, case.loss, make, seed)
@@ -204,8 +204,8 @@ def main() -> None:
     for name in options.cases:
         case = CASES[name]
         ends: dict[str, list[np.ndarray]] = {}
-        for kind, gradient in (("rows", ()), ("gradient", (case.built,))):
-            runs = {rate: [train(case, gradient, rate, seed) for seed in range(options.seeds)] for rate in RATES}
+        for kind, rules in (("rows", {}), ("gradient", {case.built: "gradient"})):
+            runs = {rate: [train(case, rules, rate, seed) for seed in range(options.seeds)] for rate in RATES}
             best = min(RATES, key=lambda rate: np.mean([smooth(run)[-1] for run in runs[rate]]))
             ends[kind] = runs[best]
             values = [smooth(run)[-1] for run in runs[best]]

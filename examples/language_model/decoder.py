@@ -5,7 +5,7 @@
     python examples/language_model/decoder.py report
 
 "kfac" is `kfac.train_step(loss, schedule)` with default options. `--hidden 0.2` adds
-`layer_multipliers={"Dense_": 0.2}`, which slows the blocks' kernels. In the results, "kfac 0.3" is version 0.3. For all
+`rules={"Dense_": 0.2}`, which slows the blocks' kernels. In the results, "kfac 0.3" is version 0.3. For all
 methods, the rate rises for a tenth of the steps and then falls to zero. `--horizon` is the schedule's length in steps.
 The text comes from `sources.py`.
 """
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> None:
     step: Any
     if options.method == "kfac":
         given = {"Dense_": options.hidden} if options.hidden != 1 else None
-        step = kfac.train_step(loss_fn, rate, layer_multipliers=given)
+        step = kfac.train_step(loss_fn, rate, rules=given)
         init = step.init
     else:
         init, step = first_order(loss_fn, {"muon": muon, "adamw": adamw}[options.method](rate))

@@ -85,13 +85,13 @@ def score(probabilities: jax.Array, labels: jax.Array, precision: float = 0.0) -
 
 
 def laplace(
-    params: Any, batch: Batch, skip: tuple[str, ...]
+    params: Any, batch: Batch, rules: dict[str, str]
 ) -> tuple[Callable[[float], kfac.curvature.BlockOperator], np.ndarray]:
     """Return the posterior's precision and the log marginal likelihoods.
 
     The posterior's precision is a function of the prior's precision. The likelihoods are for the precisions `TAUS`.
     """
-    layers = kfac.find_layers(loss, params, batch, skip=skip)
+    layers = kfac.find_layers(loss, params, batch, rules=rules)
     parts = [jax.tree.map(lambda x, k=k: x[k : k + 50], batch) for k in range(0, len(batch[1]), 50)]
     factors = kfac.curvature.estimate_factors(loss, layers, params, parts, fisher="expected", key=jax.random.key(0))
     fisher, n = kfac.curvature.block_operator(layers, factors), len(batch[1])
@@ -106,7 +106,7 @@ def laplace(
 
 
 def choose(
-    params: Any, batch: Batch, skip: tuple[str, ...], steps: int
+    params: Any, batch: Batch, rules: dict[str, str], steps: int
 ) -> tuple[Any, kfac.curvature.BlockOperator, float, Any]:
     """Alternate between fitting and choosing the prior's precision by the marginal likelihood.
 
@@ -116,7 +116,7 @@ def choose(
     tau = 1.0
     for _ in range(6):
         params, before = fit(params, batch, tau, steps), tau
-        posterior, curve = laplace(params, batch, skip)
+        posterior, curve = laplace(params, batch, rules)
         tau = float(TAUS[np.argmax(curve)])
         if tau == before:
             break
@@ -144,8 +144,8 @@ def run(
     start = fit(init(jax.random.key(seed), (64, hidden, hidden, 10)), batch, 0.0, steps)
     found = {"no prior": (jax.nn.softmax(network(start, x)), 0.0)}
     curves = {}
-    for name, skip in {"last layer": ("^[01]/",), "all layers": ()}.items():
-        params, precision, tau, curves[name] = choose(start, batch, skip, steps // 4)
+    for name, rules in {"last layer": {"^[01]/": "skip"}, "all layers": {}}.items():
+        params, precision, tau, curves[name] = choose(start, batch, rules, steps // 4)
         found[f"{name}: its prior alone"] = jax.nn.softmax(network(params, x)), tau
         found[f"{name}: Laplace"] = jax.jit(predict, static_argnums=3)(params, precision, x, draws), tau
     if picture:

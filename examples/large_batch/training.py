@@ -97,7 +97,7 @@ def programs(task: Task, method: str, static: tuple[tuple[str, Any], ...], names
         like = jax.eval_shape(fresh, jax.random.key(0))
         layers = kfac.find_layers(
             loss_fn, like["params"], like["batch_stats"], images_like, labels_like, has_aux=True,
-            skip=() if fixed.get("batch_norm_blocks", True) else ("norm",),
+            rules={} if fixed.get("batch_norm_blocks", True) else {"norm": "skip"},
         )  # fmt: skip
 
     def transform(settings, steps):

@@ -25,7 +25,7 @@ class KFAC(keras.optimizers.Optimizer):
     Args:
       learning_rate: a float or a Keras schedule.
       options: further options of `kfac.kfac`, such as `{"damping": 1e-3}`. `"statistics_fraction"` is 1/4 by default.
-      find: options of `kfac.find_layers`, such as `{"skip": ["embeddings$"]}`.
+      find: options of `kfac.find_layers`, such as `{"rules": {"embeddings$": "skip"}}`.
       keras_options: options of `keras.optimizers.Optimizer`, except clipping.
     """
 

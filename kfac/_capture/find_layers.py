@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,17 @@ from kfac._capture.make_layers import (
     main_use,
 )
 from kfac._capture.outputs import Marks, find_marks
+from kfac._capture.rules import leaves_with, match_rules, with_multipliers
 from kfac._capture.states import Use
 from kfac._capture.trace import Argnums, Trace, trace
-from kfac._checks import RENAMED, check, check_function, check_given, with_hints
+from kfac._checks import (
+    RENAMED,
+    check,
+    check_function,
+    check_given,
+    check_rules,
+    with_hints,
+)
 from kfac._layers import (
     KRONECKER_KINDS,
     UNREACHED,
@@ -40,11 +48,9 @@ def find_layers(
     params: Any,
     *args: Any,
     has_aux: bool = False,
-    skip: Sequence[str] = (),
-    max_factor_dim: int | None = None,
-    kfac_reduce: Sequence[str] = (),
-    gradient_factors: Sequence[str] = (),
+    rules: Mapping[str, str | float] | None = None,
     batch_argnums: Argnums = None,
+    max_factor_dim: int | None = None,
     strict: bool = False,
     **kwargs: Any,
 ) -> Layers:
@@ -78,8 +84,26 @@ def find_layers(
       params: the parameters, a pytree of real arrays or `jax.ShapeDtypeStruct`.
       *args: further arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Other leaves are passed on unchanged.
       has_aux: whether `loss_fn` returns a pair.
-      skip: regular expressions. A leaf whose path (joined by `/`) matches gets no curvature block, and its gradient
-        passes through the preconditioner unchanged.
+      rules: a mapping from regular expressions, which are searched in leaf paths (joined by `/`), to the treatment of
+        the leaves that match::
+
+            rules = {"^embed/": "skip", "^head/": "gradient", "conv": "reduce", "Dense_": 0.5}
+
+        - `"skip"`: no curvature block. The gradient passes through the preconditioner unchanged.
+        - `"gradient"`: the gradient's own factors (Gupta et al. 2018; Vyas et al. 2024). No statistics are captured.
+        - `"reduce"`: a matrix product or convolution uses the "reduce" setting of Eschenhagen et al. 2023: inputs are
+          averaged and output gradients summed over an example's positions before products are formed. All other
+          kernels, and all lookups, use the "expand" setting.
+        - A positive number multiplies the layer's steps. Weight decay is not multiplied.
+
+        A leaf takes the first string whose pattern matches. A layer, including its bias, takes the first number whose
+        pattern matches one of its leaves.
+      batch_argnums: the arguments that hold the examples on the first axis of their leaves: positions, or names of
+        keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
+        consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
+        these arguments are shared by all examples, and the table names them. None: the first argument after `params`.
+        If this argument cannot be doubled, as few arguments as possible that share a leading length. The examples must
+        be on the first axis: the steps of a time-major batch would be taken for examples.
       max_factor_dim: the maximum number of rows of a Kronecker factor. A larger factor is kept as diagonal blocks of at
         most `max_factor_dim` neighbouring rows. The blocks are as few and as equal as possible, and the table mentions
         them. If such a factor has 30,000 rows or more, as a vocabulary has, only its diagonal is kept. In both cases
@@ -87,20 +111,9 @@ def find_layers(
         a diagonal factor, the number of pieces is a power of two, and each piece has at most 4,096 rows. Inverting a
         factor with `d` rows takes `O(d^3)` work and `O(d^2)` memory. None: 8,192; in addition, a dense kernel's longer
         side is cut if it has at least 256 rows. If each example reads the kernel at several positions, or if their
-        number is not known, it is cut from 1,024 rows on, except with `kfac_reduce`. The blocks are then about as long
+        number is not known, it is cut from 1,024 rows on, except with `"reduce"`. The blocks are then about as long
         as the shorter side, and there are at most 8. A kernel that would need more than 8 blocks stays whole if its
         shorter side has fewer than 32 rows.
-      kfac_reduce: regular expressions. If the kernel's path matches, a matrix product or convolution uses the "reduce"
-        setting of Eschenhagen et al. 2023: inputs are averaged and output gradients summed over an example's positions
-        before products are formed. All other layers, and all lookups, use the "expand" setting.
-      gradient_factors: regular expressions. A leaf whose path matches gets the gradient's own factors (Gupta et al.
-        2018; Vyas et al. 2024). No statistics are captured for this leaf.
-      batch_argnums: the arguments that hold the examples on the first axis of their leaves: positions, or names of
-        keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
-        consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
-        these arguments are shared by all examples, and the table names them. None: the first argument after `params`.
-        If this argument cannot be doubled, as few arguments as possible that share a leading length. The examples must
-        be on the first axis: the steps of a time-major batch would be taken for examples.
       strict: whether to raise an error if a leaf meets data in a way without exact rows.
       **kwargs: keyword arguments of `loss_fn`.
 
@@ -110,30 +123,23 @@ def find_layers(
     Raises:
       UnsupportedLayerError: `strict` is set and leaves have no exact rows. The message names all these leaves, with
         reasons and a way out.
-      ValueError: a pattern matches no leaf, has no effect on any leaf, or is not a regular expression; `kfac_reduce`
+      ValueError: a rule matches no leaf, has no effect, or is not a regular expression with such a value; `"reduce"`
         matches a kernel whose sums over an example's positions are unknown; `max_factor_dim` is not a positive int;
         `batch_argnums` names no argument; `params` has no leaves, or two leaves with the same path; or an output is
         marked inside a construct that cannot be followed.
       TypeError: `loss_fn` does not return a real scalar, or a parameter leaf is not a real array.
     """
     check_function(loss_fn)
-    check(
-        has_aux=has_aux,
-        skip=skip,
-        kfac_reduce=kfac_reduce,
-        gradient_factors=gradient_factors,
-        strict=strict,
-    )
+    check(has_aux=has_aux, strict=strict)
+    pairs = check_rules(rules)
     check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
     options = Layers(
         # There are no layers yet, only options.
         (),
         tuple(traced.names),
-        tuple(skip),
-        max_factor_dim=max_factor_dim,
-        kfac_reduce=tuple(kfac_reduce),
-        gradient_factors=tuple(gradient_factors),
+        pairs,
+        max_factor_dim,
         structure=jax.tree.structure(params),
         param_specs=find_param_specs(params),
     )
@@ -144,11 +150,11 @@ def find_layers(
         for leaf, read in sorted(analysis.reads.inexact.items()):
             name = traced.names[leaf]
             lines.append(f"\n  {name!r} is read by {read.operation}: {read.reason}")
-            patterns.append(repr(f"^{re.escape(name)}$"))
+            patterns.append(f"{f'^{re.escape(name)}$'!r}: 'skip'")
         raise UnsupportedLayerError(
             f"{len(lines)} parameter(s) have no exact rows for each example:{''.join(lines)}\n"
             "Without strict=True they get the gradient's own factors; "
-            f"skip=({', '.join(patterns)},) leaves their gradients as they are."
+            f"rules={{{', '.join(patterns)}}} leaves their gradients as they are."
         )
     blocks = tuple(bounded(layer, max_factor_dim) for layer in analysis.layers)
     return dataclasses.replace(analysis.layers, blocks=blocks)
@@ -172,8 +178,7 @@ class Analysis(NamedTuple):
     unclear: str
 
 
-# Descriptions of the leaves on which an option has an effect, for messages.
-LEFT_BY_SKIP = "parameter outside skip="
+# A description of the leaves on which the rule "reduce" has an effect, for messages.
 EXACT_KERNEL = "kernel of a product with exact rows"
 
 
@@ -191,16 +196,17 @@ def layers_of(
     names = traced.names
     batch = traced.batch
     empty = {leaf for leaf, shape in enumerate(traced.shapes) if 0 in shape}
-    skipped = matching("skip", options.skip, names) | empty
+    rules = match_rules(options.rules, names)
+    everything = set(range(len(names)))
+    skipped = leaves_with("skip", rules, everything, "parameter") | empty
     reads = Reads(traced, skipped)
-    left = set(range(len(names))) - skipped
-    chosen = matching(
-        "gradient_factors", options.gradient_factors, names, left, LEFT_BY_SKIP
-    )
+    left = everything - skipped
+    chosen = left & leaves_with("gradient", rules, left, "parameter with elements")
     uses = _uses_by_leaf(reads)
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
-    reduced = matching("kfac_reduce", options.kfac_reduce, names, kernels, EXACT_KERNEL)
+    products = {k for k in kernels if main_use(uses[k]).read.op != "embedding"}
+    reduced = leaves_with("reduce", rules, products, EXACT_KERNEL)
     kernel_uses = {}
     for leaf in kernels:
         kernel_uses[names[leaf]] = [use for use in uses[leaf] if not use.late]
@@ -229,6 +235,7 @@ def layers_of(
         else:
             layer = maker.gradient(leaf, leaf in chosen)
         blocks.append(layer)
+    blocks = with_multipliers(blocks, rules, names)
     inputs = traced.program.inputs[: len(names)]
     wide = any(value.dtype == "float64" for value in inputs)
     needs_number = n is None and any(layer.captured for layer in blocks)
@@ -255,44 +262,6 @@ def _named(blocks: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
         if module and modules.count(module) == 1 and module not in names:
             blocks[k] = dataclasses.replace(blocks[k], name=module)
     return tuple(blocks)
-
-
-def matching(
-    option: str,
-    patterns: Sequence[str],
-    names: list[str],
-    useful: Collection[int] | None = None,
-    what: str = "",
-) -> set[int]:
-    """Return the indices of the leaves whose names match a pattern.
-
-    Args:
-      option: the option that holds the patterns, for messages.
-      patterns: regular expressions.
-      names: the paths of the leaves.
-      useful: the leaves on which the option has an effect. None: all leaves.
-      what: a description of the `useful` leaves, for messages.
-
-    Raises:
-      ValueError: a pattern is not a regular expression, or matches no leaf or no `useful` leaf.
-    """
-    found: set[int] = set()
-    for pattern in patterns:
-        message = f"{option}: {pattern!r}"
-        try:
-            leaves = {k for k, name in enumerate(names) if re.search(pattern, name)}
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"{message} is not a regular expression: {error}"
-            ) from None
-        if not leaves:
-            raise ValueError(
-                f"{message} matches no parameter; the parameters are {', '.join(names)}"
-            )
-        if useful is not None and leaves.isdisjoint(useful):
-            raise ValueError(f"{message} matches no {what}, so it has no effect")
-        found |= leaves
-    return found
 
 
 # -- leaves with exact rows --------------------------------------------------------------------------------------------

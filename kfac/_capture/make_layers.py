@@ -65,7 +65,7 @@ class LayerMaker(NamedTuple):
         if reduced and (ragged or turned or not ordered):
             read_by = " and ".join(sorted({use.op.name for use in uses}))
             raise ValueError(
-                "kfac_reduce: sums over the positions of each example are not known for "
+                "rules: 'reduce' needs sums over the positions of each example, which are not known for "
                 f"{self.traced.names[leaves[0]]!r}, read by {read_by} without an order of the examples, or as its "
                 "transpose as well: leave it out"
             )

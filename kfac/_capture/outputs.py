@@ -269,7 +269,8 @@ class Marks(NamedTuple):
         if missing:
             raise ValueError(
                 f"{what}: the loss depends on {', '.join(missing[:5])}, but no marked output does: mark "
-                "with kfac.mark_output all that the loss compares with targets, or leave these out with skip="
+                "with kfac.mark_output all that the loss compares with targets, or leave these out with "
+                "rules={pattern: 'skip'}"
             )
 
     def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:

@@ -90,6 +90,11 @@ class Group:
         return sum(self.counts)
 
     @property
+    def multipliers(self) -> np.ndarray:
+        """The factors on the blocks' steps, `[k]`."""
+        return np.repeat([layer.multiplier for layer in self.layers], self.counts)
+
+    @property
     def supports_ekfac(self) -> bool:
         """Whether EKFAC corrects the eigenvalues of at least one member."""
         return any(layer.supports_ekfac for layer in self.layers)

@@ -62,14 +62,21 @@ def gauss_newton(
       `rejected_steps`, the number of rejected steps.
 
     Raises:
-      ValueError: `layers` does not come from `find_layers`. `update` raises the errors of `adaptive_damping`, and an
-        error inside `shard_map` or `pmap`.
+      ValueError: `layers` does not come from `find_layers`, or has multipliers. `update` raises the errors of
+        `adaptive_damping`, and an error inside `shard_map` or `pmap`.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010
     """
     check_layers(layers)
+    for layer in layers:
+        # The step minimises a model of the loss, and a multiple of this step does not.
+        if layer.multiplier != 1:
+            raise ValueError(
+                f"a rule multiplies the steps of layer {layer.name!r} by {layer.multiplier:g}, but the whole step "
+                "minimises a model of the loss: leave it out of rules="
+            )
     step = functools.partial(_quadratic_step, layers, num_examples)
     return adaptive_damping(
         step,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import optax
 from jax import Array
 
-from kfac._capture.find_layers import matching
 from kfac._checks import (
     HINTS,
     RENAMED,
     check,
     check_fraction,
-    check_given,
     check_layers,
     with_hints,
 )
@@ -48,7 +46,6 @@ def kfac(
     weight_decay: ScalarOrSchedule | None = None,
     weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     adaptive_layer_rates: bool = True,
-    layer_multipliers: Mapping[str, float] | None = None,
     damping: ScalarOrSchedule | None = None,
     overhead: float = OVERHEAD,
     inverse_update_period: int | float | Array | None = None,
@@ -92,7 +89,7 @@ def kfac(
       learning_rate: scalar or schedule. It is the size of a kernel's step relative to the kernel's size at
         initialisation, for networks of any width. Start with 0.1: warm up to this rate during the first tenth of the
         steps, then decay it to zero.
-      layers: the layers that `find_layers` returned.
+      layers: the layers that `find_layers` returned. Its `rules` may multiply the steps of some layers.
       momentum: the decay of the momentum, in [0, 1), as in `optax.trace`; 0 leaves it out. Each block's owner keeps the
         momentum in float32 or better. Scalar or schedule.
       nesterov: whether to use Nesterov momentum.
@@ -105,9 +102,6 @@ def kfac(
         rises, or is less than half of its maximum so far. Almeida et al. (1998) and Baydin et al. (2018) adapt one rate
         for all layers in this way. Each copy of a stacked kernel, and each piece of a kernel that `max_factor_dim`
         cuts, has its own multiplier.
-      layer_multipliers: multipliers for the steps of some layers. Keys are regular expressions, as in `skip=`. A
-        layer, including its bias, takes the first key that matches one of its paths. Weight decay and skipped
-        parameters are not multiplied.
       damping: see `scale_by_kfac`. It is relative to each block's mean eigenvalue (with `SOAP`, to its mean squared
         gradient), as with `Cholesky(scale_damping=True)`, so that the scale of the loss does not matter. None: 1e-4 for
         `SOAP` and 0.1 for other preconditioners.
@@ -157,7 +151,6 @@ def kfac(
         nesterov=nesterov,
         step_norm="spectral",
         adaptive_layer_rates=adaptive_layer_rates,
-        layer_multipliers=_by_layer(layer_multipliers, layers),
     )
     check(momentum=momentum)
     return assemble(
@@ -171,41 +164,6 @@ def kfac(
         statistics_period=period,
         inverse_update_period=inverse_update_period,
     )
-
-
-def _by_layer(
-    multipliers: Mapping[str, float] | None,
-    layers: Layers,
-) -> Mapping[str, float] | None:
-    """Return the multipliers, keyed by layer name.
-
-    Raises:
-      ValueError: a key matches no parameter with a block, or all layers that it matches have an earlier key.
-    """
-    check_given(layer_multipliers=multipliers)
-    if multipliers is None or not layers.paths:
-        return multipliers
-    name_of: dict[str, str] = {}
-    for layer in layers.with_blocks:
-        name_of |= dict.fromkeys(layer.params, layer.name)
-    with_block = set(map(layers.paths.index, name_of))
-    found: dict[str, float] = {}
-    for pattern, factor in multipliers.items():
-        named = matching(
-            "layer_multipliers",
-            [pattern],
-            [*layers.paths],
-            with_block,
-            "parameter with a block",
-        )
-        matched = {name_of[layers.paths[k]] for k in named & with_block}
-        new = matched - found.keys()
-        if not new:
-            raise ValueError(
-                f"layer_multipliers: {pattern!r} has no effect: all its layers match keys before it"
-            )
-        found |= dict.fromkeys(new, float(factor))
-    return found
 
 
 def statistics_one_in(

@@ -20,7 +20,6 @@ LEFT_OUT = (
     "step_norm",
     "trust_ratio",
     "kl_clip",
-    "layer_multipliers",
     "weight_decay",
 )
 

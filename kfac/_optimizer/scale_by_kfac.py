@@ -80,7 +80,7 @@ def scale_by_kfac(
     all three events.
 
     Args:
-      layers: the layers that `find_layers` returned.
+      layers: the layers that `find_layers` returned. Multipliers in its `rules` multiply the preconditioned gradients.
       damping: positive scalar, or schedule of the step. It takes effect at the next refresh. With `Eigh`, `EKFAC` and
         `SOAP`, it takes effect for Kronecker blocks at once.
       factor_ema_decay: decay of the running averages per step, in [0, 1); with 0, only the last statistics count.

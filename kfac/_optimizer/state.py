@@ -328,10 +328,10 @@ def match_leaves(
 
 def how_to_hide(paths: Sequence[str]) -> str:
     """Return advice for an error message about a layer that has only some of its leaves masked."""
-    patterns = tuple(f"^{re.escape(path)}$" for path in paths)
+    rules = {f"^{re.escape(path)}$": "skip" for path in paths}
     return (
         "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
-        f"kfac.find_layers(loss_fn, params, batch, skip={patterns!r})"
+        f"kfac.find_layers(loss_fn, params, batch, rules={rules!r})"
     )
 
 

@@ -82,6 +82,7 @@ def preconditioned_step(
     for name, motion in motions.items():
         if motion.rate is not None:
             steps[name] = steps[name] * per_block(motion.rate, steps[name])
+    steps = multiply(device, steps)
     usable &= jnp.isfinite(sum(norms[1:]))
     updates, usable = device.send(updates, steps, usable)
     metrics, usable = measure(device, now, motions, norms, scale, usable)
@@ -214,6 +215,24 @@ def set_lengths(
         )
     normalized = normalize_step(owned, now.coefficient)
     return normalized | normalize_step(shared, now.coefficient)
+
+
+def multiply(device: StepContext, steps: Vectors) -> Vectors:
+    """Multiply the steps by their layers' multipliers.
+
+    This is the last stage, because earlier stages would undo a factor: step lengths rescale it away, and the KL clip
+    would shorten all other layers in return.
+    """
+    steps = dict(steps)
+    for group in device.config.groups:
+        factors = group.multipliers
+        if np.all(factors == 1):
+            continue
+        name = group.name
+        dtype = steps[name].dtype
+        own = device.take(name, jnp.asarray(factors, dtype))
+        steps[name] = steps[name] * per_block(own, steps[name])
+    return steps
 
 
 def build_stack(

@@ -39,7 +39,6 @@ class ScalingConfig:
       step_norm: see `kfac.kfac`.
       trust_ratio: see `kfac.kfac`.
       adaptive_layer_rates: whether each block adapts its own multiplier of the learning rate.
-      layer_multipliers: multipliers for the steps of some layers, by layer name.
     """
 
     kl_clip: ScalarOrSchedule | None = None
@@ -50,7 +49,6 @@ class ScalingConfig:
     step_norm: Literal["spectral"] | None = None
     trust_ratio: ScalarOrSchedule | None = None
     adaptive_layer_rates: bool = False
-    layer_multipliers: Mapping[str, float] | None = None
 
     @property
     def set_lengths(self) -> bool:
@@ -76,16 +74,15 @@ class ScalingConfig:
         return self.set_lengths and bool(np.any(find_kernels(group, self).size))
 
     def length(self, layer: Layer, kernel: bool) -> float:
-        """Return the length of a layer's step at a learning rate of 1, with the layer's multiplier.
+        """Return the length of a layer's step at a learning rate of 1, before the layer's multiplier.
 
         The length is the spectral norm for a kernel, and the root mean square otherwise.
         """
-        multiplier = (self.layer_multipliers or {}).get(layer.name, 1.0)
-        multiplier *= layer.overlap**0.5
+        length = layer.overlap**0.5
         if not kernel:
-            return multiplier * BESIDE_KERNELS
+            return length * BESIDE_KERNELS
         d_in = layer.layouts[0].size("in")
-        return multiplier * max(1.0, layer.d_out / d_in) ** 0.5
+        return length * max(1.0, layer.d_out / d_in) ** 0.5
 
 
 class MomentumState(NamedTuple):
@@ -249,8 +246,8 @@ def normalize_step(
     iterations estimate this norm from below, so the real norm may be up to a fifth larger. A convolution applies its
     kernel to each position in `overlap` windows, hence the factor `overlap`. A bias is scaled like its kernel. The
     step of every other leaf with a block gets a root mean square of `BESIDE_KERNELS` over its nonzero elements, or
-    less if it is copied to several positions. These lengths include the layer's multiplier. A block with a zero
-    gradient gets a zero step, because its momentum, however small, would be rescaled to the full length.
+    less if it is copied to several positions. A block with a zero gradient gets a zero step, because its momentum,
+    however small, would be rescaled to the full length.
 
     With a `coefficient`, the trust ratio, the norm of each kernel's step becomes `coefficient` times the kernel's norm,
     as in `optax.scale_by_trust_ratio`. No other step changes.

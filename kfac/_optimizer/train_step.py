@@ -21,6 +21,7 @@ from kfac._checks import (
     check,
     check_function,
     check_given,
+    check_rules,
     with_hints,
 )
 from kfac._curvature.cost_model import prices_of_layers
@@ -262,9 +263,7 @@ def train_step(
     communication_dtype: str = "float32",
     num_microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
-    skip: Sequence[str] = (),
-    kfac_reduce: Sequence[str] = (),
-    gradient_factors: Sequence[str] = (),
+    rules: Mapping[str, str | float] | None = None,
     strict: bool = False,
     max_factor_dim: int | None = None,
     verbose: bool = True,
@@ -301,9 +300,7 @@ def train_step(
         Therefore pass PRNG keys by name, `step(params, opt_state, batch, key=key)`.
       batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
         positions that `find_layers` finds.
-      skip: see `find_layers`.
-      kfac_reduce: see `find_layers`.
-      gradient_factors: see `find_layers`.
+      rules: see `find_layers`.
       strict: see `find_layers`.
       max_factor_dim: see `find_layers`. With `preconditioner=kfac.EKFAC()`, None means 8192, so that oblong kernels of
         up to 8192 rows stay whole.
@@ -322,19 +319,15 @@ def train_step(
     """
     check_function(loss_fn)
     measured = dict(fisher=fisher, communication_dtype=communication_dtype)
-    found: dict[str, Any] = dict(
-        skip=skip,
-        kfac_reduce=kfac_reduce,
-        gradient_factors=gradient_factors,
-        strict=strict,
-    )
+    check_rules(rules)
+    found: dict[str, Any] = dict(strict=strict)
     check(has_aux=has_aux, **measured, num_microbatches=num_microbatches)
     check(**found, verbose=verbose, donate=donate)
     check_given(num_examples=num_examples, batch_argnums=batch_argnums)
     check_given(max_factor_dim=max_factor_dim)
     if "layers" in options:
         raise TypeError(
-            "train_step finds the layers by itself: leave layers= out, and pass skip= and max_factor_dim= here"
+            "train_step finds the layers by itself: leave layers= out, and pass rules= and max_factor_dim= here"
         )
     state = _state_without_layers(optimizer, learning_rate, options)
     if num_examples is not None and num_examples % num_microbatches:
@@ -344,7 +337,9 @@ def train_step(
     if max_factor_dim is None and state.settings.preconditioner.uses_example_moments:
         # Only whole kernels have moments.
         max_factor_dim = MAX_DIM
-    found |= dict(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
+    found |= dict(
+        rules=rules, max_factor_dim=max_factor_dim, batch_argnums=batch_argnums
+    )
     return TrainStep(
         loss_fn,
         learning_rate,
@@ -396,7 +391,8 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
 def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
     preconditioner = state.settings.preconditioner
-    period = int(state.statistics_period)
+    interval = state.settings.interval
+    period = interval.every if interval is not None else 1
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{one_in} of the examples" if one_in > 1 else ""

@@ -369,7 +369,7 @@ def test_tied_tables_are_one_block(case):
     assert layers["table"].kind == "embedding"
     assert layers["table"].diagonal == ("A",)
     assert "read as its transpose as well" in layers["table"].note
-    layers = kfac.find_layers(loss, params, *batch, skip=("^table$",))
+    layers = kfac.find_layers(loss, params, *batch, rules={"^table$": "skip"})
     assert kinds(layers)["table"] == "skipped"
 
 
@@ -387,7 +387,7 @@ def test_tied_tables_are_one_block(case):
 def test_a_lookup_and_a_product_in_one_direction_have_the_gradients_own_factors(loss, reason):
     params, batch = {"table": jnp.ones((V, D))}, (tokens(T), jnp.ones((N, 60)))
     assert kinds(kfac.find_layers(loss, params, *batch)) == {"table": "gradient-factors"}
-    with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by {reason}(.|\n)*skip="):
+    with pytest.raises(kfac.UnsupportedLayerError, match=rf"'table' is read by {reason}(.|\n)*rules="):
         kfac.find_layers(loss, params, *batch, strict=True)
 
 

@@ -119,7 +119,7 @@ def test_marks_in_a_scan_and_one_prediction_for_many_positions():
 
         return lax.scan(one, jnp.zeros(()), x.swapaxes(0, 1))[0]
 
-    found = function(scanned, params, x, fisher="expected", skip=["scale"])(params, x, fisher_key=KEY)[2]
+    found = function(scanned, params, x, fisher="expected", rules={"scale": "skip"})(params, x, fisher_key=KEY)[2]
     by_token = exact_factors(lambda hook, p, x: network(hook, p, x.reshape(-1, D)), "categorical", params, x, N * T)
     assert_equal(found, by_token)
 
@@ -151,7 +151,7 @@ def test_weights_and_a_variance_are_those_of_the_exact_matrix(border_rows):
     def plain(p, x):  # return both terms as rows of one least-squares problem
         return jnp.concatenate([network(Hook(), p, x) / jnp.sqrt(variance), jnp.sqrt(ratio) * network(Hook(), p, edge)])
 
-    layers = kfac.find_layers(loss, params, x, edge, skip=["scale"])
+    layers = kfac.find_layers(loss, params, x, edge, rules={"scale": "skip"})
     exact = jax.jit(fisher_blocks(loss, layers, num_examples=N))(params, x, edge)
     jacobian = jax.jit(jax.jacobian(plain))(params, x)
     j = jacobian["out"].reshape(-1, jacobian["out"].shape[-2] * jacobian["out"].shape[-1])

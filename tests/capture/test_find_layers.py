@@ -735,8 +735,8 @@ def test_strict_names_the_leaf_the_operation_the_reason_and_the_way_out(case):
         kfac.find_layers(loss, params, x, strict=True)
     message = str(caught.value)
     assert re.search(f"'odd/w' is read by {reason}", message), message
-    pattern = re.search(r"skip=\('(.*?)',\)", message).group(1)
-    layers = kfac.find_layers(loss, params, x, skip=(pattern,), strict=True)
+    pattern = re.search(r"rules=\{'(.*?)': 'skip'\}", message).group(1)
+    layers = kfac.find_layers(loss, params, x, rules={pattern: "skip"}, strict=True)
     assert kinds(layers) == {"odd": "skipped", "other": "skipped"}
 
 
@@ -745,7 +745,9 @@ def test_strict_names_all_leaves_at_once():
         return jnp.mean(x @ jnp.tanh(p["a"]) + x @ jnp.exp(p["b"]) + x @ p["c"])
 
     params, x = {name: jnp.ones((5, 2)) for name in "abc"}, jnp.ones((N, 5))
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"(?s)^2 .*'a' .*by tanh.*'b' .*by exp.*'\^a\$', '\^b\$'"):
+    with pytest.raises(
+        kfac.UnsupportedLayerError, match=r"(?s)^2 .*'a' .*by tanh.*'b' .*by exp.*'\^a\$': 'skip', '\^b\$'"
+    ):
         kfac.find_layers(loss, params, x, strict=True)
 
 
@@ -791,7 +793,7 @@ def test_lora_is_exact_unless_the_product_is_formed_first(x64):
     for model, own in ((formed_first, ["a", "b"]), (one_after_the_other, [])):
         layers, _ = check_all(lambda p, *b, m=model: m(Hook(), p, *b), params, batch, truth(model, params, batch))
         assert [layer.name for layer in layers if layer.kind == "gradient-factors"] == own
-    with pytest.raises(kfac.UnsupportedLayerError, match=r"(?s)'a'.*dot_general.*different array.*'b'.*skip="):
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"(?s)'a'.*dot_general.*different array.*'b'.*rules="):
         kfac.find_layers(lambda p, *b: formed_first(Hook(), p, *b), params, *batch, strict=True)
 
 
@@ -799,7 +801,9 @@ def test_a_skipped_neighbour_changes_nothing_else(x64):
     model, params = dense_with(lambda p, x: x * p["norm"]["s"] + p["norm"]["b"], norm={"s": (C,), "b": (C,)})
     batch = inputs(T, 5)
     _, grads, everything = run(lambda p, *b: model(Hook(), p, *b), params, batch)
-    layers, skipped_grads, factors = run(lambda p, *b: model(Hook(), p, *b), params, batch, skip=("^in/", "norm/b"))
+    layers, skipped_grads, factors = run(
+        lambda p, *b: model(Hook(), p, *b), params, batch, rules={"^in/": "skip", "norm/b": "skip"}
+    )
     assert kinds(layers) == {"in": "skipped", "norm/b": "skipped", "norm/s": "unitwise", "out": "dense"}
     np.testing.assert_allclose(factors["out"].G, everything["out"].G, rtol=1e-12)
     np.testing.assert_allclose(factors["norm/s"].F, everything["norm"].F[:, :1, :1], rtol=1e-12)
@@ -807,16 +811,49 @@ def test_a_skipped_neighbour_changes_nothing_else(x64):
 
 
 @pytest.mark.parametrize(
-    ("skip", "message"),
+    ("rules", "message"),
     [
-        (("nothing",), "'nothing' matches no parameter"),
-        (("(",), "no.*regular expression|not a regular"),
-        ("w", "sequence"),
+        ({"nothing": "skip"}, r"rules=\{'nothing': 'skip'\} matches no parameter; the parameters are v, w"),
+        ({"(": "skip"}, r"rules=\{'\(': 'skip'\}: the pattern is not a regular expression"),
+        ({3: 0.5}, r"rules=\{3: 0.5\}: the pattern is not a regular expression"),
+        (("w",), "rules must be a mapping of regular expressions to 'skip', .* or a positive number, but is"),
+        ({"w": "leave"}, r"rules\['w'\] must be one of 'skip', 'reduce', 'gradient', but is 'leave'"),
+        ({"w": 0}, r"rules\['w'\] must lie in \(0, inf\), but is 0"),
+        ({"w": True}, r"rules\['w'\] must be a number, but is True"),
+        ({"w": lambda step: 1.0}, r"rules\['w'\] must be a number, but is a function"),
+        ({"w": None}, r"rules\['w'\] must be a number, but is None"),
+        ({".": "gradient", "w": "skip"}, r"rules=\{'w': 'skip'\} has no effect: rules before it match all"),
+        ({"w": 2, ".": "skip"}, r"rules=\{'w': 2.0\} matches no parameter that is preconditioned"),
+        ({".": 2, "w": 3}, r"rules=\{'w': 3.0\} has no effect: multipliers before it match all its layers"),
     ],
 )
-def test_bad_skip_patterns(skip, message):
+def test_find_layers_refuses_rules(rules, message):
+    def loss(p, x):
+        return jnp.mean((x @ p["w"]) @ p["v"])
+
     with pytest.raises(ValueError, match=message):
-        kfac.find_layers(lambda p, x: jnp.mean(x @ p["w"]), {"w": jnp.ones((5, 2))}, jnp.ones((N, 5)), skip=skip)
+        kfac.find_layers(loss, {"v": jnp.ones((2, 3)), "w": jnp.ones((5, 2))}, jnp.ones((N, 5)), rules=rules)
+
+
+def test_find_layers_takes_the_first_rule_of_each_sort():
+    """Check strings by leaf, numbers by layer, and that both may match. The table shows the multipliers."""
+
+    def loss(p, x):
+        return jnp.mean((x @ p["a"]["w"] + p["a"]["b"]) @ p["c"]["w"] + p["c"]["b"])
+
+    params = {"a": {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}, "c": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}
+    rules = {"a/w": "reduce", "a/b": 0.5, "c/b": "skip", "c": "gradient", ".": 3}
+    layers = kfac.find_layers(loss, params, jnp.ones((N, 5)), rules=rules)
+    assert {layer.params: (layer.kind, layer.weight_sharing, layer.multiplier) for layer in layers} == {
+        ("a/w", "a/b"): ("dense", "reduce", 0.5),
+        ("c/b",): ("skipped", "expand", 1),
+        ("c/w",): ("gradient-factors", "expand", 3),
+    }
+    assert layers.rules == tuple(rules.items())
+    rows = str(layers).splitlines()
+    assert rows[2].endswith("steps times 0.5") and rows[4].endswith("; steps times 3") and "times" not in rows[3]
+    assert layers != kfac.find_layers(loss, params, jnp.ones((N, 5)), rules={**rules, "a/b": 0.6})
+    assert hash(layers) == hash(kfac.find_layers(loss, params, jnp.ones((N, 5)), rules=rules))
 
 
 # -- the number of examples --------------------------------------------------------------------------------------------
@@ -899,7 +936,7 @@ def example_layers(width=C):
         "norm": {"scale": jnp.ones(width), "shift": jnp.ones(width)},
         "out": {"b": jnp.ones(2), "w": jnp.ones((width, 2))},
     }
-    return kfac.find_layers(loss, params, jnp.ones((N, 5)), jnp.ones((N, 2)), skip=("^out/b",))
+    return kfac.find_layers(loss, params, jnp.ones((N, 5)), jnp.ones((N, 2)), rules={"^out/b": "skip"})
 
 
 def test_layers_are_hashable_and_equal_across_calls():

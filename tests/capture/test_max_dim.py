@@ -135,7 +135,7 @@ def test_with_the_reduce_setting_positions_do_not_count():
     def loss(w, x):
         return jnp.mean(jnp.square(x @ w))
 
-    (found,) = kfac.find_layers(loss, jnp.ones((300, 64)), jnp.ones((4, 3, 300)), kfac_reduce=[""])
+    (found,) = kfac.find_layers(loss, jnp.ones((300, 64)), jnp.ones((4, 3, 300)), rules={"": "reduce"})
     assert found.positions == 3 and found.pieces == 5
 
 

@@ -103,7 +103,7 @@ def test_a_detection_head_over_scales(x64):
     layers, _ = check(model, params, batch)
     assert (layers["head"].uses, layers["head"].positions) == (2, 4 * 6 + 2 * 3)
     assert "30 (2 uses)" in repr(layers)
-    reduced, _, _ = run(plain(model), params, batch, kfac_reduce=("head",))
+    reduced, _, _ = run(plain(model), params, batch, rules={"head": "reduce"})
     assert "30 (2 uses, reduce)" in repr(reduced)
 
 
@@ -191,7 +191,7 @@ def test_parts_read_at_different_numbers_of_positions(x64):
 
 def test_parts_with_reduced_or_diagonal_factors(x64):
     """Check that an unrolled loop over a stack gives the factors of a scan over the stack."""
-    options = dict(kfac_reduce=("b",), max_factor_dim=D - 1)
+    options = dict(rules={"b": "reduce"}, max_factor_dim=D - 1)
 
     def scanned(p, x, t):
         return mean_loss(lax.scan(lambda x, p: (x + jnp.tanh(x @ p["a"]) @ p["b"], None), x, p)[0], t)
@@ -344,7 +344,7 @@ def test_copies_read_backwards(x64):
 
 @pytest.mark.parametrize(
     ("few", "options"),
-    [(0, {}), (100, {}), (100, {"kfac_reduce": ("w",), "max_factor_dim": 12})],
+    [(0, {}), (100, {}), (100, {"rules": {"w": "reduce"}, "max_factor_dim": 12})],
     ids=["offsets", "patches", "reduce and diagonal"],
 )
 def test_flipped_kernels_of_convolutions(x64, monkeypatch, few, options):

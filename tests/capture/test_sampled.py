@@ -90,8 +90,8 @@ def loss_of(model, likelihood, hook=None):
 
 
 def measured(loss, params, *args, fisher="sampled", **options):
-    skip = options.pop("skip", ())
-    return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args, skip=skip), fisher=fisher, **options)
+    rules = options.pop("rules", None)
+    return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args, rules=rules), fisher=fisher, **options)
 
 
 def function(*args, **options):
@@ -536,7 +536,7 @@ def test_what_cannot_be_drawn_is_an_error():
         return jnp.mean(jnp.sum(z, -1) + jnp.sum(h @ p["out"], -1))
 
     _raises("the loss depends on 'out', but no marked output does", unmarked_head, params, x)
-    function(unmarked_head, params, x, skip=["out"])(params, x, fisher_key=jax.random.key(0))
+    function(unmarked_head, params, x, rules={"out": "skip"})(params, x, fisher_key=jax.random.key(0))
 
     def in_cond(p, x):
         return lax.cond(x[0, 0] > 0, lambda z: kfac.mark_output(z, "gaussian"), lambda z: z, _plain(p, x)).mean()

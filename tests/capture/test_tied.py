@@ -188,7 +188,7 @@ def test_statistics_of_a_scaled_loss(x64):
 
 def test_the_setting_reduce_is_refused():
     with pytest.raises(ValueError, match=r"reduce: .*'w'.*or as its transpose as well"):
-        kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), kfac_reduce=["w"])
+        kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), rules={"w": "reduce"})
 
 
 def test_a_kernel_read_twice_in_one_way_is_as_before(x64):

@@ -80,7 +80,7 @@ LOSSES = [metric_in_aux, metric_of_another_batch, norm_in_aux, second_pass, froz
 @pytest.mark.parametrize(
     ("loss", "under"), [*((loss, "alone") for loss in LOSSES), (metric_in_aux, "jit"), (second_pass, "remat")]
 )
-@pytest.mark.parametrize("options", [{}, {"kfac_reduce": ["out"]}], ids=["expand", "reduce"])
+@pytest.mark.parametrize("options", [{}, {"rules": {"out": "reduce"}}], ids=["expand", "reduce"])
 def test_dead_reads_change_nothing(loss, under, options):
     wrap = {"alone": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[under]
     loss = wrap(loss)
@@ -197,7 +197,7 @@ def test_the_number_of_examples_where_the_only_kernel_is_skipped(x64):
         return jnp.mean(jnp.sum((x @ p["w"]) ** 2 * p["scale"], -1))
 
     params, x = {"w": normal(0, D, H), "scale": normal(1, H)}, normal(2, 60, D)
-    layers = kfac.find_layers(loss, params, x, skip=["^w$"])
+    layers = kfac.find_layers(loss, params, x, rules={"^w$": "skip"})
     factors = jax.jit(kfac.value_and_grad(loss, layers))(params, x)[2]
     each = np.square(x @ params["w"]) / 60
     np.testing.assert_allclose(factors["scale"].F[:, 0, 0], 60 * np.sum(each**2, 0), rtol=1e-10)

@@ -29,7 +29,7 @@ def batch(step):
 
 
 def found(dtype=np.float64):
-    return kfac.find_layers(tied_loss, parameters(dtype), batch(0), skip=["^in$"])
+    return kfac.find_layers(tied_loss, parameters(dtype), batch(0), rules={"^in$": "skip"})
 
 
 def meshes(kind):

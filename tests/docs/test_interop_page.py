@@ -67,11 +67,11 @@ def test_the_optimizer_of_nnx_does_what_the_plain_loop_does(names):
 
 @pytest.mark.slow
 def test_a_partition_gives_each_its_own(names):
-    """Check that biases of AdamW need `skip=`, because they are part of their kernels' blocks."""
+    """Check that biases of AdamW must be skipped, because they are part of their kernels' blocks."""
     loss_fn, batch, params = names["word_loss"], names["word_batch"], names["word_params"]
     whole = kfac.find_layers(loss_fn, params, batch)
     tx = optax.partition({"kfac": kfac.kfac(0.1, whole), "adamw": optax.adamw(3e-2)}, names["labels"])
-    with pytest.raises(ValueError, match=r"skip=\('\^hidden/bias\$',\)"):
+    with pytest.raises(ValueError, match=r"rules=\{'\^hidden/bias\$': 'skip'\}"):
         tx.init(params)
     layers, partitioned = names["word_layers"], names["partitioned"]
     assert_same(names["partitioned_params"], plain(loss_fn, layers, params, batch, partitioned)[0])

@@ -25,7 +25,7 @@ def standardised_kernel():
 
 
 def unknown_pattern():
-    kfac.find_layers(loss_fn, initial(), batch(0), skip=["embedding"])
+    kfac.find_layers(loss_fn, initial(), batch(0), rules={"embedding": "skip"})
 
 
 def a_batch_size_in_the_loss():
@@ -63,7 +63,7 @@ def factors_that_are_gradients():
 
 def state_of_another_model():
     wide = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
-    other = kfac.find_layers(loss_fn, wide, batch(0), skip=["temperature"])
+    other = kfac.find_layers(loss_fn, wide, batch(0), rules={"temperature": "skip"})
     tx = plain_kfac(0.1, layers())
     update(tx, plain_kfac(0.1, other).init(wide))
 

@@ -55,7 +55,7 @@ def batch(seed=0):
 
 @functools.cache
 def layers():
-    return kfac.find_layers(loss_fn, parameters(), batch(), skip=["skipped"])
+    return kfac.find_layers(loss_fn, parameters(), batch(), rules={"skipped": "skip"})
 
 
 @functools.cache
@@ -337,7 +337,7 @@ def test_the_table_says_the_dtype_of_the_statistics():
     assert "in float64; found" in repr(layers())
     narrow = jax.tree.map(lambda x: x.astype("float32"), (parameters(), (batch()[0], batch()[2])))
     x, y = narrow[1]
-    found = kfac.find_layers(loss_fn, narrow[0], (x, batch()[1], y), skip=["skipped"])
+    found = kfac.find_layers(loss_fn, narrow[0], (x, batch()[1], y), rules={"skipped": "skip"})
     assert "in float32; found" in repr(found)
     for table, size in ((found, 4), (layers(), 8)):
         elements, memory = re.search(r"factors: (\d+) elements, (\d+) B in float", repr(table)).groups()

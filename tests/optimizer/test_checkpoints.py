@@ -103,7 +103,7 @@ def test_a_checkpoint_of_a_process_that_was_stopped_half_way_is_not_taken_for_on
 
 def test_a_checkpoint_of_another_model_is_refused(saved):
     params = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
-    other = kfac.find_layers(loss_fn, params, batch(0), skip=["temperature"])
+    other = kfac.find_layers(loss_fn, params, batch(0), rules={"temperature": "skip"})
     target = {"params": params, "opt_state": plain_kfac(0.1, other).init(params)}
     before = contents(saved)
     with pytest.raises(ValueError, match=r"structures do not match[\s\S]*kronecker_5x4"):
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_renamed_layers_is_refused_by_their_names(saved):
         return loss_fn({"first": params["z"], **{k: v for k, v in params.items() if k != "z"}}, batch)
 
     params = {"z" if name == "first" else name: value for name, value in initial().items()}
-    renamed = plain_kfac(0.1, kfac.find_layers(loss, params, batch(0), skip=["temperature"]))
+    renamed = plain_kfac(0.1, kfac.find_layers(loss, params, batch(0), rules={"temperature": "skip"}))
     target = {"params": initial(), "opt_state": renamed.init(params)}
     with pytest.raises(ValueError, match=r"structures do not match[\s\S]*first, out"):
         restore(saved / "1", target)

@@ -216,7 +216,7 @@ def float16_step(gradient, scale=1.0):
     def loss(params, x):
         return jnp.mean((x @ params["kernel"]) ** 2) + jnp.sum(params["free"])
 
-    found = kfac.find_layers(loss, params, jnp.ones((3, 2), jnp.float16), skip=["free"])
+    found = kfac.find_layers(loss, params, jnp.ones((3, 2), jnp.float16), rules={"free": "skip"})
     tx = plain_kfac(1.0, found, damping=1e-3, momentum=0.5)
     tiny = kfac.Factors({"kernel": Kronecker(1e-6 * jnp.eye(2), 1e-6 * jnp.eye(2))})
     grads = {"kernel": jnp.full((2, 2), scale, jnp.float16), "free": jnp.full(4096, gradient, jnp.float16)}
@@ -238,7 +238,7 @@ def test_a_preconditioned_gradient_beyond_float16_is_refused():
 
 def test_large_gradients_in_float64_are_taken(x64):
     """Check gradients whose squared norm fits float64, but not float32."""
-    found = kfac.find_layers(loss_fn, initial(jnp.float64), batch(0, dtype=jnp.float64), skip=["temperature"])
+    found = kfac.find_layers(loss_fn, initial(jnp.float64), batch(0, dtype=jnp.float64), rules={"temperature": "skip"})
     tx = kfac.scale_by_kfac(found)
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1e25), initial(jnp.float64))
     updates, state = jax.jit(tx.update)(grads, tx.init(initial(jnp.float64)))
@@ -342,7 +342,7 @@ def test_statistics_of_a_scaled_loss_are_unscaled(scale):
 
 def test_loss_scaling_in_float16():
     """Train a float16 network whose gradients are too small without a loss scale."""
-    found = kfac.find_layers(loss_fn, initial(jnp.float16), batch(0, dtype=jnp.float16), skip=["temperature"])
+    found = kfac.find_layers(loss_fn, initial(jnp.float16), batch(0, dtype=jnp.float16), rules={"temperature": "skip"})
     tx = plain_kfac(0.05, found, damping=1e-2)
     params, state = initial(), tx.init(initial())
 

@@ -93,7 +93,7 @@ def test_half_of_a_layer_masked_out_is_an_error(hidden, kept):
     def mask(params):
         return jax.tree.map_with_path(lambda path, _: "/".join(key.key for key in path) != hidden, params)
 
-    words = f"'{hidden}' of layer .* is masked, but '{kept}' is not: give both the same .* skip=\\('\\^{hidden}\\$',\\)"
+    words = f"'{hidden}' of layer .* is masked, but '{kept}' is not: .* rules=\\{{'\\^{hidden}\\$': 'skip'\\}}"
     with pytest.raises(ValueError, match=words):
         optax.masked(plain_kfac(RATE, layers()), mask).init(initial())
 
@@ -101,8 +101,8 @@ def test_half_of_a_layer_masked_out_is_an_error(hidden, kept):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [kfac.scale_by_kfac, functools.partial(kfac.natural_gradient, RATE)])
 def test_kernels_to_kfac_and_the_rest_to_adamw(make):
-    """Use `skip=`, as the error says. Kernels take K-FAC's steps without a bias, and vectors take AdamW's steps."""
-    without_bias = kfac.find_layers(loss_fn, initial(), batch(0), skip=["temperature", "^first/bias$"])
+    """Use the rule, as the error says. Kernels take K-FAC's steps without a bias, and vectors take AdamW's steps."""
+    without_bias = kfac.find_layers(loss_fn, initial(), batch(0), rules={"temperature": "skip", "^first/bias$": "skip"})
     measure = jax.jit(kfac.value_and_grad(loss_fn, without_bias))
 
     def train(tx):
@@ -299,7 +299,7 @@ def test_bfloat16_parameters_train():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_float64_stays_float64(x64, precision):
     params = initial(jnp.float64)
-    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), skip=["temperature"])
+    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), rules={"temperature": "skip"})
     tx = plain_kfac(RATE, found, preconditioner=kfac.Cholesky(precision))
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, batch(0, dtype=jnp.float64))
     state = jax.jit(tx.init)(params)

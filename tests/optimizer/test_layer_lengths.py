@@ -89,7 +89,7 @@ def test_a_convolution_moves_further_by_how_many_windows_hold_an_input(name):
     images = jnp.asarray(rng.normal(size=(8, *size, 4)), jnp.float32)
     found = kfac.find_layers(loss, {"kernel": kernel}, images)
     assert found[0].overlap == overlap
-    assert kfac.find_layers(loss, {"kernel": kernel}, images, gradient_factors=("kernel",))[0].overlap == 1
+    assert kfac.find_layers(loss, {"kernel": kernel}, images, rules={"kernel": "gradient"})[0].overlap == 1
     if name not in ("with stride 2", "of channels by themselves"):  # a single kernel, and stacked copies
         return
     _, grads, factors = jax.jit(kfac.value_and_grad(loss, found))({"kernel": kernel}, images)
@@ -356,7 +356,7 @@ def test_gradients_may_arrive_local(trust_ratio, devices, x64):
     rng = np.random.default_rng(1)
     batches = [(rng.integers(0, 50, 12), rng.integers(0, 6, 12)) for _ in range(3)]
     params = jax.tree.map(jnp.asarray, words_parameters())
-    found = kfac.find_layers(words_loss, params, batches[0], skip=["free"])
+    found = kfac.find_layers(words_loss, params, batches[0], rules={"free": "skip"})
     assert {layer.kind for layer in found} == {"embedding", "dense", "unitwise", "skipped"}
     options = {
         "inverse_update_period": 3,

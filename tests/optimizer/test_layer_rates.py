@@ -1,9 +1,11 @@
-"""Test the options `adaptive_layer_rates` and `layer_multipliers` of `kfac.kfac` against NumPy.
+"""Test `adaptive_layer_rates` of `kfac.kfac`, and multipliers in `rules` of `find_layers`, against NumPy.
 
 Some tests use internals of `_optimizer.step_scaling`, because its rule's constants are only defined there.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -192,23 +194,51 @@ def test_several_devices_tell_the_same_rates(x64):
 GIVEN = {"^out/kernel": jnp.float32(0.2), "norm|offset": 3.0, "out|first/bias": np.float64(1.0)}
 
 
+def with_rules(rules):
+    return kfac.find_layers(
+        problem.loss_fn, problem.initial(), problem.batch(0), rules={"temperature": "skip", **rules}
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, 3])
 @pytest.mark.parametrize("preconditioner", [kfac.SOAP(), kfac.Cholesky()])
-def test_multipliers_multiply_the_steps_of_layers(x64, devices, preconditioner):
+def test_kfac_multiplies_the_steps_of_layers(x64, devices, preconditioner):
     """Check layers that share a stack, too. The first pattern that matches counts, and other layers stay the same."""
     mesh = devices and jax.make_mesh((devices,), ("devices",), devices=jax.devices()[:devices])
     where = kfac.Distribution(mesh=mesh)
-    plain, given = (
-        steps(kfac.kfac(0.05, LAYERS, layer_multipliers=rates, preconditioner=preconditioner, distribution=where), 3)
-        for rates in (None, GIVEN)
+    check_multiplied(
+        lambda layers: kfac.kfac(0.05, layers, preconditioner=preconditioner, distribution=where), rtol=2e-6
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        kfac.scale_by_kfac,
+        functools.partial(kfac.natural_gradient, 0.05, kl_clip=1e-6),
+        functools.partial(kfac.natural_gradient, 0.05, trust_ratio=0.1, lr_in_momentum=False),
+    ],
+    ids=["scale_by_kfac", "kl_clip", "trust_ratio"],
+)
+def test_every_optimizer_multiplies_the_steps_of_layers(make):
+    """Check that neither the KL clip nor the trust ratio undoes the multipliers, or shortens other layers' steps."""
+    check_multiplied(make, rtol=1e-5)
+
+
+def check_multiplied(make, rtol):
+    plain, given = (steps(make(with_rules(rules)), 3) for rules in ({}, GIVEN))
     multiplied = {"first": 1, "out": 0.2, "norm": 3.0, "offset": 3.0, "temperature": 1}
     for (_, _, before, _), (_, _, after, _) in zip(plain, given, strict=True):
         assert before.keys() == multiplied.keys()
         for name, rate in multiplied.items():
             expected = jax.tree.map(lambda x, rate=rate: rate * x, before[name])
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=2e-6), expected, after[name])
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=rtol), expected, after[name])
+
+
+def test_gauss_newton_refuses_multipliers():
+    with pytest.raises(ValueError, match=r"multiplies the steps of layer 'out'.*leave it out"):
+        kfac.gauss_newton(with_rules({"out": 0.5}))
 
 
 def test_rows_that_are_leaves_of_their_own_have_multipliers():
@@ -221,52 +251,28 @@ def test_rows_that_are_leaves_of_their_own_have_multipliers():
 
     params = {"scales": [{"scale": jnp.ones(4), "shift": jnp.full(4, 0.1)} for _ in range(3)]}
     x = jax.random.normal(jax.random.key(0), (16, 4))
-    layers = kfac.find_layers(loss_fn, params, x)
-    _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
-    plain, given = (
-        jax.jit(lambda state, tx=tx: tx.update(grads, kfac.observe(state, factors), params)[0])(tx.init(params))
-        for tx in (kfac.kfac(0.05, layers, layer_multipliers=rates) for rates in (None, {"1/shift": 0.5}))
-    )
+    updates = []
+    for rules in (None, {"1/shift": 0.5}):
+        layers = kfac.find_layers(loss_fn, params, x, rules=rules)
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x)
+        tx = kfac.kfac(0.05, layers)
+        state = kfac.observe(tx.init(params), factors)
+        updates.append(jax.jit(tx.update)(grads, state, params)[0])
+    plain, given = updates
     for k, rate in enumerate((1, 0.5, 1)):
         expected = jax.tree.map(lambda x, rate=rate: rate * x, plain["scales"][k])
         jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5), expected, given["scales"][k])
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
-        ({}, "layer_multipliers must be a mapping of regular expressions to positive numbers, but is {}"),
-        ("out", "layer_multipliers must be a mapping of regular expressions to positive numbers, but is 'out'"),
-        (0.2, "layer_multipliers must be a mapping"),
-        (
-            {"out": 0.2, "out/kernel": 0.5},
-            "layer_multipliers: 'out/kernel' has no effect: all its layers match keys before",
-        ),
-        ({3: 1.0}, "layer_multipliers: 3 is not a regular expression"),
-        ({"out": 0.0}, r"layer_multipliers\['out'\] must lie in \(0, inf\), but is 0.0"),
-        ({"out": "fast"}, r"layer_multipliers\['out'\] must be a number"),
-        ({"(": 1.0}, r"layer_multipliers: '\(' is not a regular expression"),
-        ({"head": 1.0}, "layer_multipliers: 'head' matches no parameter; the parameters are first/bias"),
-        (
-            {"temperature": 1.0},
-            "layer_multipliers: 'temperature' matches no parameter with a block, so it has no effect",
-        ),
-    ],
-)
-def test_multipliers_that_say_nothing_are_refused(value, what):
-    with pytest.raises(ValueError, match=what):
-        kfac.kfac(0.05, LAYERS, layer_multipliers=value)
-
-
 @pytest.mark.slow
-def test_a_multiplier_that_a_bias_matches_is_its_kernels_too():
+def test_find_layers_gives_a_kernel_the_multiplier_of_its_bias():
     """Check that a pattern for the bias also multiplies its kernel. Later changes to the mapping do not matter."""
     grads, factors = measured(0)
     lengths = []
-    for rates in ({"first/bias": 1.0}, {"first/bias": 0.2}):
-        tx = kfac.kfac(0.05, LAYERS, layer_multipliers=rates)
+    for rules in ({"first/bias": 1.0}, {"first/bias": 0.2}):
+        tx = kfac.kfac(0.05, with_rules(rules))
         state = tx.init(problem.initial())
-        rates["first/bias"] = 7.0
+        rules["first/bias"] = 7.0
         updates, _ = jax.jit(observing(tx))(grads, state, problem.initial(), factors=factors)
         lengths.append(np.linalg.norm(updates["first"]["kernel"]))
     np.testing.assert_allclose(lengths[1], 0.2 * lengths[0], rtol=1e-5)

@@ -128,7 +128,7 @@ MISTAKES = {
     ),
     "layers to train_step": (
         lambda: kfac.train_step(loss_fn, RATE, layers=layers()),
-        r"train_step finds the layers by itself: leave layers= out, and pass skip= and max_factor_dim= here",
+        r"train_step finds the layers by itself: leave layers= out, and pass rules= and max_factor_dim= here",
     ),
     "a rate of text": (lambda: kfac.kfac("0.05", layers()), r"learning_rate must be a number or a schedule.*'0\.05'"),
     "a negative rate": (lambda: kfac.kfac(-RATE, layers()), r"learning_rate must lie in \[0, inf\), but is -0\.05"),
@@ -172,8 +172,8 @@ MISTAKES = {
         r"layers must be what kfac\.find_layers returns, but is function",
     ),
     "gradient of what skip leaves out": (
-        lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip=["^out/"], gradient_factors=["bias", "out/kernel"]),
-        r"gradient_factors: 'out/kernel' matches no parameter outside skip=, so it has no effect",
+        lambda: kfac.find_layers(loss_fn, initial(), batch(0), rules={"^out/": "skip", "out/kernel": "gradient"}),
+        r"rules=\{'out/kernel': 'gradient'\} has no effect: rules before it match all its parameters",
     ),
     "kl_clip of natural_gradient": (lambda: optimizer(kl_clip=1e-3), r"kl_clip=: use kfac\.natural_gradient"),
     "trust_ratio of natural_gradient": (
@@ -185,16 +185,16 @@ MISTAKES = {
         r'step_norm=: use kfac\.natural_gradient.*; "spectral" is the default, leave it out',
     ),
     "skip of one pattern": (
-        lambda: kfac.find_layers(loss_fn, initial(), batch(0), skip="bias"),
-        r"skip must be a sequence of regular expressions, but is 'bias'",
+        lambda: kfac.find_layers(loss_fn, initial(), batch(0), rules="bias"),
+        r"rules must be a mapping of regular expressions to .* but is 'bias'",
     ),
     "an overhead that is a schedule": (
         lambda: optimizer(overhead=lambda step: 0.1),
         r"overhead must be a number, but is a function",
     ),
     "a pattern for train_step that matches nothing": (
-        lambda: kfac.train_step(loss_fn, RATE, kfac_reduce=("nowhere",)).init(initial(), batch(0)),
-        r"kfac_reduce: 'nowhere' matches no parameter",
+        lambda: kfac.train_step(loss_fn, RATE, rules={"nowhere": "reduce"}).init(initial(), batch(0)),
+        r"rules=\{'nowhere': 'reduce'\} matches no parameter",
     ),
     "a kernel without rows for a strict train_step": (
         lambda: kfac.train_step(doubled, RATE, strict=True).init(jnp.ones((4, 2)), jnp.ones((8, 4))),
@@ -290,8 +290,12 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
     [
         *((find, {option: "no"}, f"{option} must be True or False, but is 'no'") for option in ("has_aux", "strict")),
         *((find, {"batch_argnums": wrong}, "batch_argnums must be the position") for wrong in (True, (), (1, 1), 1.5)),
-        (find, {"skip": 3}, "skip must be a sequence of regular expressions, but is 3"),
-        (find, {"kfac_reduce": ("bias",)}, "kfac_reduce: 'bias' matches no kernel of a product with exact rows"),
+        (find, {"rules": 3}, "rules must be a mapping of regular expressions to .* but is 3"),
+        (
+            find,
+            {"rules": {"bias": "reduce"}},
+            r"rules=\{'bias': 'reduce'\} matches no kernel of a product with exact rows",
+        ),
         (measure, {"has_aux": "no"}, "has_aux must be True or False"),
         (measure, {"loss_fn": 3}, "loss_fn must be a function, but is 3"),
         (measure, {"layers": 3}, "layers must be what kfac.find_layers returns, but is int"),
@@ -308,10 +312,7 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (train, {"preconditioner": "soap"}, r"preconditioner must be a kind of inverse such as kfac\.Cholesky"),
         (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),
         (train, {"statistics_fraction": 0.3}, "statistics_fraction must be 1 over an integer, such as 1/3, but is 0.3"),
-        *(
-            (train, {name: "w"}, f"{name} must be a sequence of regular")
-            for name in ("skip", "kfac_reduce", "gradient_factors")
-        ),
+        (train, {"rules": "w"}, "rules must be a mapping of regular"),
     ],
 )
 def test_a_wrong_option_is_not_taken_for_another(call, wrong, words):
@@ -356,7 +357,7 @@ def test_schedule_free_without_momentum_is_taken():
     update(GRADS, "params", factors=STATS, wrap=wrap, tx=optimizer(momentum=0.0, adaptive_layer_rates=False))
 
 
-@pytest.mark.parametrize("option", ["skip", "kfac_reduce", "gradient_factors", "batch_argnums"])
+@pytest.mark.parametrize("option", ["rules", "batch_argnums"])
 def test_an_iterator_is_refused(option):
     """Check iterators, which the check itself would exhaust, so that nothing would be skipped."""
     with pytest.raises(ValueError, match=f"{option} must be .* but is <generator"):

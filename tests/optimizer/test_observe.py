@@ -36,7 +36,7 @@ def basis_of(state, found, preconditioner):
 def test_two_programs_are_one(preconditioner, x64):
     """Compare twenty steps, some with statistics, and some of these with new inverses."""
     params = initial(jnp.float64)
-    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), gradient_factors=["temperature"])
+    found = kfac.find_layers(loss_fn, params, batch(0, dtype=jnp.float64), rules={"temperature": "gradient"})
     tx = kfac.kfac(0.05, found, preconditioner=preconditioner, overhead=0.5, inverse_update_period=3)
     together = kfac.value_and_grad(loss_fn, found)
 
@@ -169,8 +169,8 @@ def test_several_states_take_the_factors_of_their_own_layers():
     names = {"first": "one", "norm": "one", "offset": "two", "out": "two", "temperature": "two"}
 
     def of(label):
-        skip = [f"^{name}" for name, other in names.items() if other != label or name == "temperature"]
-        return kfac.find_layers(loss_fn, initial(), batch(0), skip=skip)
+        rules = {f"^{name}": "skip" for name, other in names.items() if other != label or name == "temperature"}
+        return kfac.find_layers(loss_fn, initial(), batch(0), rules=rules)
 
     tx = optax.partition({label: kfac.kfac(0.1, of(label)) for label in ("one", "two")}, names)
     grads, factors = measured(0)
@@ -186,10 +186,10 @@ def test_several_states_take_the_factors_of_their_own_layers():
 
 
 def test_several_states_take_the_gradients_of_their_own_layers():
-    everything = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["offset", "temperature"])
+    everything = kfac.find_layers(loss_fn, initial(), batch(0), rules={"offset": "gradient", "temperature": "gradient"})
     factors = kfac.statistics(loss_fn, everything)(initial(), batch(0))
     assert set(factors.gradients) == {"offset", "temperature"}
-    own = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["offset"], skip=["temperature"])
+    own = kfac.find_layers(loss_fn, initial(), batch(0), rules={"offset": "gradient", "temperature": "skip"})
     states = [kfac.kfac(0.1, found).init(initial()) for found in (everything, own)]
     together = kfac.observe(states, factors)
     alone = kfac.observe(states[0], factors)
@@ -239,7 +239,7 @@ def test_forgotten_statistics_are_warned_of_once():
 
 
 def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
-    found = kfac.find_layers(loss_fn, initial(), batch(0), gradient_factors=["temperature"])
+    found = kfac.find_layers(loss_fn, initial(), batch(0), rules={"temperature": "gradient"})
     factors = kfac.statistics(loss_fn, found)(initial(), batch(0))
     state = kfac.kfac(0.1, found).init(initial())
     with pytest.raises(ValueError, match=r"factors.gradients must hold the gradient of 'temperature'"):

@@ -109,7 +109,7 @@ def test_equinox_with_sampled_targets():
     def loss_fn(params, batch):
         return cross_entropy(jax.vmap(eqx.combine(params, static))(batch[0]), batch[1])
 
-    step = kfac.train_step(loss_fn, 0.1, fisher="sampled", skip=["bias"])
+    step = kfac.train_step(loss_fn, 0.1, fisher="sampled", rules={"bias": "skip"})
     state, first = step.init(params, (x, labels)), None
     for k in range(5):
         params, state, loss = step(params, state, (x, labels), fisher_key=jax.random.key(k))

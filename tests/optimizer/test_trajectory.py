@@ -151,7 +151,7 @@ def run(configuration, dtype, tolerance):
     expected = initial_parameters()
     params = nested(expected, dtype)
     images, labels = batch(0)
-    layers = kfac.find_layers(loss_fn, params, jnp.asarray(images, dtype), labels, skip=[SKIPPED])
+    layers = kfac.find_layers(loss_fn, params, jnp.asarray(images, dtype), labels, rules={SKIPPED: "skip"})
     tx = plain_kfac(layers=layers, **{"momentum": None, **sides[0]})
     state = jax.jit(tx.init)(params)
 

@@ -118,9 +118,7 @@ def test_presets_gives_the_names_of_natural_gradient_and_gauss_newton():
 
 
 KEYWORDS = [
-    ("find_layers", "gradient", "gradient_factors"),
     ("find_layers", "max_dim", "max_factor_dim"),
-    ("find_layers", "reduce", "kfac_reduce"),
     ("kfac", "cost", "overhead"),
     ("kfac", "inverse", "preconditioner"),
     ("kfac", "inverse_every", "inverse_update_period"),
@@ -310,3 +308,18 @@ def test_lapack_gets_one_thread_unless_the_user_says_otherwise():
 
 if __name__ == "__main__":
     INTERFACE.write_text(interface())
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("find_layers", "skip", 'rules={pattern: "skip"}'),
+        ("find_layers", "kfac_reduce", 'rules={pattern: "reduce"}'),
+        ("find_layers", "gradient_factors", 'rules={pattern: "gradient"}'),
+        ("train_step", "skip", 'rules={pattern: "skip"}'),
+        ("kfac", "layer_multipliers", "rules={pattern: multiplier} of find_layers"),
+    ],
+)
+def test_keywords_of_version_0_4_give_the_present_keyword(function, old, new):
+    with pytest.raises(TypeError, match=rf"^{function}\(\) has no option {old}=: use {re.escape(new)}"):
+        getattr(kfac, function)(**{old: 1})

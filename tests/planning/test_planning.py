@@ -44,7 +44,7 @@ def gpt(n):
 def without_rows(n):
     """Give some layers gradient factors, for which devices send no messages."""
     loss, params, batch, _ = dense(n)
-    return loss, params, batch, {"gradient_factors": ("w0", "w3", "w5", "w7")}
+    return loss, params, batch, {"rules": {"w[0357]": "gradient"}}
 
 
 @pytest.fixture(scope="module")

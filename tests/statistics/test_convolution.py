@@ -495,7 +495,7 @@ def check_own_factors(loss, params, x, reason):
     assert layers[0].kind == "gradient-factors"
     with pytest.raises(kfac.UnsupportedLayerError, match=rf"'{path}' is read by conv_general_dilated.*: {reason}"):
         kfac.find_layers(loss, params, x, strict=True)
-    assert kfac.find_layers(loss, params, x, strict=True, skip=(f"^{path}$",))[0].kind == "skipped"
+    assert kfac.find_layers(loss, params, x, strict=True, rules={f"^{path}$": "skip"})[0].kind == "skipped"
 
 
 def test_groups_that_cut_across_the_parameter_have_the_gradients_own_factors():

@@ -137,14 +137,17 @@ def parameters(shapes, dtype=np.float64):
 
 
 # The "reduce" setting changes the factors but not the moments. It also changes how examples are told from positions.
-SETTINGS = [*((case, ()) for case in DENSE), *((case, (".",)) for case in ("positions", "copies", "scan", "parts"))]
+SETTINGS = [
+    *((case, None) for case in DENSE),
+    *((case, {".": "reduce"}) for case in ("positions", "copies", "scan", "parts")),
+]
 
 
-@pytest.mark.parametrize(("case", "reduce"), SETTINGS, ids=str)
-def test_dense_layers(x64, case, reduce):
+@pytest.mark.parametrize(("case", "rules"), SETTINGS, ids=str)
+def test_dense_layers(x64, case, rules):
     loss, inputs, shapes = DENSE[case]
     n = inputs[0]
-    check_moments(loss, parameters(shapes), (normal(1, *inputs), normal(2, n, 300)), find={"kfac_reduce": reduce})
+    check_moments(loss, parameters(shapes), (normal(1, *inputs), normal(2, n, 300)), find={"rules": rules})
 
 
 def test_a_kernel_times_a_number(x64):

@@ -228,7 +228,7 @@ TIMES = {
 }
 
 
-REDUCTIONS = {"{}": {}, "kfac_reduce": {"kfac_reduce": ("w",)}, "max_factor_dim": {"max_factor_dim": 3}}
+REDUCTIONS = {"{}": {}, "reduce": {"rules": {"w": "reduce"}}, "max_factor_dim": {"max_factor_dim": 3}}
 
 
 def kernel_and_batch():

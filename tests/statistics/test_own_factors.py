@@ -266,7 +266,7 @@ def test_every_inverse_trains_with_nothing_else(preconditioner):
         return jnp.mean(jnp.sum((h @ p["left"] - jnp.sin(x @ target)[:, :2]) ** 2, -1))
 
     params = {name: leaf for name, leaf in parameters().items() if name in ("in", "b", "stack", "left")}
-    layers = kfac.find_layers(loss, params, gradient_factors=(".*",))
+    layers = kfac.find_layers(loss, params, rules={".*": "gradient"})
     assert {(layer.kind, layer.note) for layer in layers} == {("gradient-factors", "chosen by the user")}
     tx = kfac.kfac(0.02, layers, preconditioner=preconditioner)
 

@@ -42,7 +42,7 @@ def expected_factors(known: Truth, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(loss, reference, params, batch, **options):
-    layers, _, factors = run(loss, params, batch, kfac_reduce=(".",), **options)
+    layers, _, factors = run(loss, params, batch, rules={".": "reduce"}, **options)
     known = truth(reference, params, batch)
     seen = set()
     for layer in layers:
@@ -181,7 +181,7 @@ def test_grouped_convolutions_with_channels_first(x64):
 
     params, batch = parameters({"conv": (6, 2, 3, 1)}), (normal(1, N, 4, 3, 4), normal(2, N, 200))
     known = truth(model, params, batch)
-    layers, _, factors = run(loss, params, batch, kfac_reduce=("conv",))
+    layers, _, factors = run(loss, params, batch, rules={"conv": "reduce"})
     order = [2 * tap + channel for channel in range(2) for tap in range(3)]  # channels before the window, as stored
     for k in range(2):
         a, g = expected_factors(known, f"conv[{k}]")
@@ -254,7 +254,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
     def of_batch(p, x):
         return loss(p, x, c)
 
-    layers, _, factors = run(of_batch, params, batch, kfac_reduce=(".",))
+    layers, _, factors = run(of_batch, params, batch, rules={".": "reduce"})
     gradients = dict(zip(layers.paths, jax.tree.leaves(example_gradients(of_batch, params, batch)), strict=True))
     for layer in layers:
         exact = 0.0
@@ -271,7 +271,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
 @pytest.mark.slow
 def test_micro_batches_and_single_positions(x64):
     params, batch = parameters(BIASED), (normal(1, 6, T, 5), normal(2, 6, 60))
-    layers = kfac.find_layers(plain(dense), params, *batch, kfac_reduce=("dense",))
+    layers = kfac.find_layers(plain(dense), params, *batch, rules={"dense": "reduce"})
     fn = kfac.value_and_grad(plain(dense), layers)
     parts = [fn(params, *(x[k : k + 3] for x in batch))[2] for k in (0, 3)]
     together = kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, *batch)[2]
@@ -279,7 +279,7 @@ def test_micro_batches_and_single_positions(x64):
         np.testing.assert_allclose((a + b) / 2, c, rtol=1e-10)
     # A single position shares no weights.
     single = (normal(1, N, 5), normal(2, N, 60))
-    one, other = (run(plain(dense), params, single, kfac_reduce=r)[2] for r in ((), ("dense",)))
+    one, other = (run(plain(dense), params, single, rules=r)[2] for r in (None, {"dense": "reduce"}))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), one, other)
 
 
@@ -292,7 +292,7 @@ def test_patterns_say_which_layers():
 
     params = {"table": jnp.ones((7, 5)), "first": jnp.ones((5, 4)), "second": jnp.ones((4, 2)), "shift": jnp.ones(2)}
     batch = (np.zeros((N, T), np.int32), jnp.ones((N, 60)))
-    layers = kfac.find_layers(loss, params, *batch, kfac_reduce=("^first$", "table"))
+    layers = kfac.find_layers(loss, params, *batch, rules={"^first$|table": "reduce"})
     assert {layer.name: layer.weight_sharing for layer in layers} == {
         "first": "reduce",
         "second": "expand",
@@ -301,12 +301,13 @@ def test_patterns_say_which_layers():
     assert layers != kfac.find_layers(loss, params, *batch)
     jax.jit(kfac.value_and_grad(loss, layers))(params, *batch)
     for bad, message in (
-        (("third",), "reduce: 'third' matches no"),
-        (("(",), "reduce: .*regular"),
-        ("x", "reduce must"),
+        ({"third": "reduce"}, r"rules=\{'third': 'reduce'\} matches no parameter; the parameters are first"),
+        ({"(": "reduce"}, r"rules=\{'\(': 'reduce'\}: the pattern is not a regular"),
+        ({"table": "reduce"}, r"rules=\{'table': 'reduce'\} matches no kernel of a product"),
+        ("x", "rules must be a mapping"),
     ):
         with pytest.raises(ValueError, match=message):
-            kfac.find_layers(loss, params, *batch, kfac_reduce=bad)
+            kfac.find_layers(loss, params, *batch, rules=bad)
 
 
 @pytest.mark.parametrize("model", ["sorted", "hidden"])
@@ -318,5 +319,5 @@ def test_examples_that_are_not_told_apart_are_an_error(model):
 
     params, x = {"w": jnp.ones((5, 2))}, jnp.ones((N, T, 5))
     assert kfac.find_layers(loss, params, x)["w"].kind == "dense"
-    with pytest.raises(ValueError, match=r"reduce: .*'w'.*dot_general without an order of the examples"):
-        kfac.find_layers(loss, params, x, kfac_reduce=(".",))
+    with pytest.raises(ValueError, match=r"'reduce' .*'w'.*dot_general without an order of the examples"):
+        kfac.find_layers(loss, params, x, rules={".": "reduce"})

@@ -49,7 +49,7 @@ def batch(n):
 
 @functools.cache
 def found():
-    layers = kfac.find_layers(loss_fn, params(), *batch(8), gradient_factors=["temperature"])
+    layers = kfac.find_layers(loss_fn, params(), *batch(8), rules={"temperature": "gradient"})
     assert {layer.kind for layer in layers} == {"conv", "unitwise", "diagonal", "dense", "gradient-factors"}
     return layers
 
