@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -251,6 +252,27 @@ def with_hints(
         return checked
 
     return decorate
+
+
+def takes_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, so that any keyword that it does not have raises a `TypeError` that says `kwargs={...}`.
+
+    The function has a parameter `kwargs`, a dictionary with the loss's keyword arguments. They travel there because the
+    loss may have any keyword, also one that the function itself has.
+    """
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args, **options):
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"unexpected keyword {name}=: pass the keyword arguments of loss_fn in a dictionary, "
+                    f"kwargs={{{name!r}: ...}}"
+                )
+        return function(*args, **options)
+
+    return checked
 
 
 def former_names(

@@ -28,6 +28,7 @@ from kfac._checks import (
     check_function,
     check_given,
     check_rules,
+    takes_kwargs,
     with_hints,
 )
 from kfac._layers import (
@@ -42,6 +43,7 @@ from kfac._mesh import on_mesh
 
 
 @with_hints(RENAMED)
+@takes_kwargs
 @on_mesh
 def find_layers(
     loss_fn: Callable[..., Any],
@@ -52,7 +54,7 @@ def find_layers(
     batch_argnums: Argnums = None,
     max_factor_dim: int | None = None,
     strict: bool = False,
-    **kwargs: Any,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Layers:
     """Find how each parameter leaf of `loss_fn` will be preconditioned.
 
@@ -115,7 +117,7 @@ def find_layers(
         as the shorter side, and there are at most 8. A kernel that would need more than 8 blocks stays whole if its
         shorter side has fewer than 32 rows.
       strict: whether to raise an error if a leaf meets data in a way without exact rows.
-      **kwargs: keyword arguments of `loss_fn`.
+      kwargs: the keyword arguments of `loss_fn`, a dictionary.
 
     Returns:
       `Layers`: print it to see every parameter.
@@ -133,7 +135,7 @@ def find_layers(
     check(has_aux=has_aux, strict=strict)
     pairs = check_rules(rules)
     check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
-    traced = trace(loss_fn, has_aux, params, args, kwargs, batch_argnums)
+    traced = trace(loss_fn, has_aux, params, args, dict(kwargs or {}), batch_argnums)
     options = Layers(
         # There are no layers yet, only options.
         (),

@@ -47,7 +47,7 @@ def microbatch(
         first argument after `params`; no other argument may then have arrays with the same leading length. All other
         arguments go whole to every part, so all parts draw the same random numbers from a PRNG key among them. Some
         keys in keyword arguments are exceptions: typed keys (`jax.random.key`) anywhere, and untyped keys passed as
-        `key=` or `fisher_key=`. The part's number is folded into these.
+        `key=` or `fisher_key=`, or in `kwargs={"key": ...}`. The part's number is folded into these.
 
     Returns:
       A function with the arguments and results of `fn`. Averages are accumulated in float32, or in float64 for float64
@@ -73,7 +73,9 @@ def microbatch(
             full = [parts.get(k, argument) for k, argument in enumerate(args)]
 
             def folded(path, leaf):
-                untyped = path[0].key in ("key", "fisher_key")
+                inside = len(path) > 1 and path[0].key == "kwargs"
+                name = getattr(path[inside], "key", None)
+                untyped = name in ("key", "fisher_key")
                 typed = isinstance(leaf, Array) and is_typed_key(leaf)
                 if is_key(leaf) and (typed or untyped):
                     return jax.random.fold_in(leaf, number)
@@ -128,6 +130,7 @@ def _split_positions(
         )
     if batch_argnums is None:
         others: dict[Any, PyTree] = {**dict(enumerate(args[2:], 2)), **kwargs}
+        others |= others.pop("kwargs", None) or {}
         for name, argument in others.items():
             arrays = [x for x in jax.tree.leaves(argument) if not is_key(x)]
             for length in _leading_lengths(arrays):

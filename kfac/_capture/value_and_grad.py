@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,8 +40,9 @@ from kfac._checks import (
     check_function,
     check_given,
     check_layers,
+    takes_kwargs,
 )
-from kfac._factors import Factors
+from kfac._factors import Factors, Kronecker
 from kfac._layers import Layers
 from kfac._mesh import (
     PyTree,
@@ -105,10 +105,10 @@ def value_and_grad(
         `"float32"`, factors summed in a wider dtype keep it.
 
     Returns:
-      A function of `loss_fn`'s arguments that returns `(value, grads, factors)`, where `value` is `loss` or
-      `(loss, aux)`, `grads` has the structure of the parameters and `factors` is a `Factors`. It takes two further
-      keywords, which `loss_fn` does not see:
+      A function of `(params, *args)` that returns `(value, grads, factors)`, where `value` is `loss` or `(loss, aux)`,
+      `grads` has the structure of the parameters and `factors` is a `Factors`. It takes three keywords:
 
+      - `kwargs`: the keyword arguments of `loss_fn`, a dictionary.
       - `fisher_key`: a PRNG key. `"sampled"` draws targets with it, and `"expected"` draws a random sign for each row.
         The same key gives the same draws. They differ between devices: the device's position on the axes over which the
         arguments vary is folded into the key. Under `jax.pmap`, and `shard_map` with `check_vma=False`, these are all
@@ -129,10 +129,12 @@ def value_and_grad(
         loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
     )
 
+    @takes_kwargs
     @on_mesh
-    @functools.wraps(loss_fn)
-    def with_factors(params, *args, **kwargs):
-        (loss, aux), grads, factors = evaluate(params, args, kwargs, gradients=True)
+    def with_factors(params, *args, kwargs=None, fisher_key=None, basis=None):
+        (loss, aux), grads, factors = evaluate(
+            params, args, dict(kwargs or {}), fisher_key, basis, gradients=True
+        )
         return (loss, aux) if has_aux else loss, grads, factors
 
     return with_factors
@@ -174,8 +176,8 @@ def statistics(
       communication_dtype: as in `value_and_grad`.
 
     Returns:
-      A function of `loss_fn`'s arguments that returns a `Factors`, for `kfac.observe`. It takes the same further
-      keywords as the function from `value_and_grad`, `fisher_key` and `basis`.
+      A function of `(params, *args)` that returns a `Factors`, for `kfac.observe`. It takes the same keywords as the
+      function from `value_and_grad`: `kwargs`, `fisher_key` and `basis`.
 
     Raises:
       ValueError: as in `value_and_grad`. Also if `fraction` is not 1 over an integer, or if it is less than 1 and the
@@ -187,9 +189,10 @@ def statistics(
         loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
     )
 
+    @takes_kwargs
     @on_mesh
-    @functools.wraps(loss_fn)
-    def factors_of(params, *args, **kwargs):
+    def factors_of(params, *args, kwargs=None, fisher_key=None, basis=None):
+        kwargs = dict(kwargs or {})
         evaluate = evaluator
         if one_in > 1:
             part = thin_batch(layers, args, kwargs, one_in)
@@ -197,7 +200,7 @@ def statistics(
             kwargs = part.kwargs
             examples = part.of(num_examples)
             evaluate = dataclasses.replace(evaluator, num_examples=examples)
-        return evaluate(params, args, kwargs, gradients=False)[2]
+        return evaluate(params, args, kwargs, fisher_key, basis, gradients=False)[2]
 
     return factors_of
 
@@ -225,11 +228,12 @@ class Evaluator:
         params: PyTree,
         args: tuple,
         kwargs: dict[str, PyTree],
+        fisher_key: Array | None,
+        basis: Mapping[str, Kronecker] | None,
         gradients: bool,
     ) -> tuple[tuple[Array, PyTree], PyTree, Factors]:
         """Return `(loss, aux)`, the gradients, or None without `gradients`, and the factors."""
-        key = _fisher_key(kwargs, self.fisher)
-        basis = kwargs.pop("basis", None)
+        key = _typed_key(fisher_key, self.fisher)
         if basis is not None:
             check_basis(basis, self.layers)
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
@@ -399,9 +403,8 @@ def _sum_of_moments(factors_of: Callable, units: Array) -> Factors:
     return optax.tree.scale(1 / len(units), total).unscale(len(units) ** -0.5)
 
 
-def _fisher_key(kwargs: dict[str, PyTree], fisher: str) -> Array | None:
-    """Remove the PRNG key from the keywords and return it as a typed key; None if nothing is drawn."""
-    key = kwargs.pop("fisher_key", None)
+def _typed_key(key: Array | None, fisher: str) -> Array | None:
+    """Check `fisher_key` and return it as a typed key; None if nothing is drawn."""
     if fisher == "empirical":
         if key is not None:
             raise ValueError(
@@ -427,8 +430,7 @@ def plain_value_and_grad(
     """Return `jax.value_and_grad` of a loss. Inside `jax.shard_map`, the gradients are this device's own."""
 
     @on_mesh
-    @functools.wraps(loss_fn)
-    def evaluate(params, *args, **kwargs):
+    def evaluate(params, *args, kwargs):
         # The loss gets copies of objects among the arguments, because tracing may change flax nnx objects.
         leaves, structure = jax.tree.flatten((args, kwargs))
         if device_axes():

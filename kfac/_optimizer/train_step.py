@@ -22,6 +22,7 @@ from kfac._checks import (
     check_function,
     check_given,
     check_rules,
+    takes_kwargs,
     with_hints,
 )
 from kfac._curvature.cost_model import prices_of_layers
@@ -70,7 +71,13 @@ class TrainStep:
     options: dict[str, Any]
     layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
 
-    def init(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+    @takes_kwargs
+    def init(
+        self,
+        params: Any,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Return the optimizer state for parameters and arguments of `loss_fn` that have the shapes of later steps.
 
         Raises:
@@ -78,7 +85,7 @@ class TrainStep:
         """
         # Find the layers outside `jit`, because `jit` hides how parameters are split over a mesh.
         before = {(x.param_specs, x.num_examples) for x in self.layers.values()}
-        layers = self._find_layers(params, args, kwargs, anew=True)
+        layers = self._find_layers(params, args, kwargs or {}, anew=True)
         if before - {(layers.param_specs, layers.num_examples)}:
             # The programs were compiled for other layers.
             self.__dict__.pop("_programs", None)
@@ -96,13 +103,14 @@ class TrainStep:
             print(_summary(layers, state, self._one_in(layers, state)))
         return opt_state
 
+    @takes_kwargs
     def __call__(
         self,
         params: Any,
         opt_state: Any,
         *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
         fisher_key: Array | None = None,
-        **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Make a step, after taking statistics if they are due.
 
@@ -110,9 +118,9 @@ class TrainStep:
           params: the parameters.
           opt_state: the optimizer state.
           args: the further positional arguments of `loss_fn`, such as a batch.
+          kwargs: the keyword arguments of `loss_fn`, a dictionary. With `num_microbatches`, the part's number is folded
+            into each typed PRNG key among them. Untyped keys must be called `key` or `fisher_key`.
           fisher_key: a PRNG key, needed with `fisher="sampled"` or `"expected"`.
-          kwargs: the keyword arguments of `loss_fn`. With `num_microbatches`, the part's number is folded into each
-            typed PRNG key among them. Untyped keys must be called `key=` or `fisher_key=`.
 
         Returns:
           The new parameters, the new state, and the result of `loss_fn`.
@@ -126,8 +134,11 @@ class TrainStep:
             kwargs,
         ):
             program = self._programs["observe"]
-            return program(params, opt_state, *args, fisher_key=fisher_key, **kwargs)
+            return program(
+                params, opt_state, *args, kwargs=kwargs, fisher_key=fisher_key
+            )
 
+        kwargs = dict(kwargs or {})
         arguments = opt_state, params, args, kwargs
         if isinstance(due, jax.core.Tracer):
             opt_state = lax.cond(
@@ -135,7 +146,7 @@ class TrainStep:
             )
         elif due:
             opt_state = run_observe(*arguments)
-        return self._programs["step"](params, opt_state, *args, **kwargs)
+        return self._programs["step"](params, opt_state, *args, kwargs=kwargs)
 
     @functools.cached_property
     def _programs(self) -> dict[str, Callable[..., Any]]:
@@ -184,8 +195,8 @@ class TrainStep:
                 params,
                 *args,
                 has_aux=self.has_aux,
+                kwargs=kwargs,
                 **self.found,
-                **kwargs,
             )
         return self.layers[shapes]
 
@@ -213,7 +224,7 @@ class TrainStep:
             argnums = list(layers.batch_argnums)
         return microbatch(fn, parts, batch_argnums=argnums)
 
-    def _observe(self, params, opt_state, *args, fisher_key, **kwargs):
+    def _observe(self, params, opt_state, *args, kwargs, fisher_key):
         layers = self._find_layers(params, args, kwargs)
         state = _kfac_state(opt_state)
         one_in = self._one_in(layers, state)
@@ -234,17 +245,20 @@ class TrainStep:
             num_examples=examples and examples // parts,
             **self.measured,
         )
+        basis = None
         if state.settings.preconditioner.uses_example_moments:
-            kwargs = {"basis": eigenbasis(opt_state, layers), **kwargs}
+            basis = eigenbasis(opt_state, layers)
         measure = self._in_parts(measure, layers, parts)
-        factors = measure(params, *args, fisher_key=fisher_key, **kwargs)
+        factors = measure(
+            params, *args, kwargs=kwargs, fisher_key=fisher_key, basis=basis
+        )
         return observe(opt_state, factors)
 
-    def _step(self, params, opt_state, *args, **kwargs):
+    def _step(self, params, opt_state, *args, kwargs):
         layers = self._find_layers(params, args, kwargs)
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         measure = self._in_parts(measure, layers, self.num_microbatches)
-        value, grads = measure(params, *args, **kwargs)
+        value, grads = measure(params, *args, kwargs=kwargs)
         updates, opt_state = self._transformation(layers).update(
             grads, opt_state, params
         )
@@ -297,7 +311,7 @@ def train_step(
       num_examples: see `value_and_grad`; the number for the whole batch of a step.
       communication_dtype: see `value_and_grad`.
       num_microbatches: the number of parts into which the batch is split. The other arguments go to every part whole.
-        Therefore pass PRNG keys by name, `step(params, opt_state, batch, key=key)`.
+        Therefore pass PRNG keys by name, `step(params, opt_state, batch, kwargs={"key": key})`.
       batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
         positions that `find_layers` finds.
       rules: see `find_layers`.

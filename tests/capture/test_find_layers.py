@@ -745,9 +745,7 @@ def test_strict_names_all_leaves_at_once():
         return jnp.mean(x @ jnp.tanh(p["a"]) + x @ jnp.exp(p["b"]) + x @ p["c"])
 
     params, x = {name: jnp.ones((5, 2)) for name in "abc"}, jnp.ones((N, 5))
-    with pytest.raises(
-        kfac.UnsupportedLayerError, match=r"(?s)^2 .*'a' .*by tanh.*'b' .*by exp.*'\^a\$': 'skip', '\^b\$'"
-    ):
+    with pytest.raises(kfac.UnsupportedLayerError, match=r"(?s)^2 .*by tanh.*'b' .*by exp.*'\^a\$': 'skip', '\^b\$'"):
         kfac.find_layers(loss, params, x, strict=True)
 
 
@@ -1037,8 +1035,8 @@ def test_keyword_arguments_static_arguments_and_random_keys():
 
     params, x = {"w": jnp.ones((5, 2))}, jnp.ones((N, 5))
     options = dict(key=jax.random.key(0), mode="train", scale=2.0)
-    layers = kfac.find_layers(loss, params, x, **options)
-    value, grads, factors = kfac.value_and_grad(loss, layers)(params, x, **options)
+    layers = kfac.find_layers(loss, params, x, kwargs=options)
+    value, grads, factors = kfac.value_and_grad(loss, layers)(params, x, kwargs=options)
     expected, expected_grads = jax.value_and_grad(loss)(params, x, **options)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(grads["w"], expected_grads["w"], rtol=1e-6)

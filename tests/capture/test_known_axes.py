@@ -258,7 +258,9 @@ def test_the_first_argument_is_the_batch_and_others_where_only_they_can_be():
     assert (found.batch_argnums, found.num_examples, found.shared) == ((1,), N, ())
     found = kfac.find_layers(several, weights(), {"mean": jnp.zeros(3)}, x, y)
     assert (found.batch_argnums, found.num_examples) == ((2, 3), N)
-    named = kfac.find_layers(lambda p, *, x, y: several(p, {"mean": jnp.zeros(3)}, x, y), weights(), x=x, y=y)
+    named = kfac.find_layers(
+        lambda p, *, x, y: several(p, {"mean": jnp.zeros(3)}, x, y), weights(), kwargs={"x": x, "y": y}
+    )
     assert named.batch_argnums == ("x", "y") and named == found
 
 

@@ -166,7 +166,7 @@ def test_what_is_as_long_as_the_batch_is_split_or_named(x64):
     with pytest.raises(ValueError, match=words.format(2)):
         kfac.microbatch(fn, 4)(params, x, t)
     with pytest.raises(ValueError, match=words.format("'t'")):
-        kfac.microbatch(fn, 4)(params, x, t=t)
+        kfac.microbatch(fn, 4)(params, x, kwargs={"t": t})
 
     def with_others(p, batch, offsets, key):
         return loss(p, *batch) + jnp.sum(offsets) + jax.random.normal(key)

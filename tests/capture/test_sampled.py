@@ -260,12 +260,12 @@ def test_auxiliary_results_and_other_keywords():
         value = scale * loss_of(network, "gaussian")(p, x)
         return value, {"twice": 2 * value}
 
-    layers = kfac.find_layers(loss, params, x, scale=1.0, has_aux=True)
+    layers = kfac.find_layers(loss, params, x, kwargs={"scale": 1.0}, has_aux=True)
     fn = jax.jit(kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled"))
-    (value, aux), _, factors = fn(params, x, scale=3.0, fisher_key=jax.random.key(0))
+    (value, aux), _, factors = fn(params, x, kwargs={"scale": 3.0}, fisher_key=jax.random.key(0))
     np.testing.assert_allclose(aux["twice"], 2 * value, rtol=1e-6)
     # The drawn targets do not depend on the loss.
-    _, _, one = fn(params, x, scale=1.0, fisher_key=jax.random.key(0))
+    _, _, one = fn(params, x, kwargs={"scale": 1.0}, fisher_key=jax.random.key(0))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), factors, one)
 
 
@@ -400,8 +400,8 @@ def test_microbatch_leaves_other_keywords_called_key_alone():
         return jnp.mean((x @ p["w"])[:, key])
 
     params, x = {"w": normal(0, D, 3, dtype=np.float32)}, normal(9, N, D, dtype=np.float32)
-    fn = kfac.value_and_grad(loss, kfac.find_layers(loss, params, x, key=2))
-    value, _, _ = kfac.microbatch(fn, 2)(params, x, key=2)
+    fn = kfac.value_and_grad(loss, kfac.find_layers(loss, params, x, kwargs={"key": 2}))
+    value, _, _ = kfac.microbatch(fn, 2)(params, x, kwargs={"key": 2})
     np.testing.assert_allclose(value, loss(params, x, 2), rtol=1e-5)
 
 
@@ -606,8 +606,8 @@ def test_a_key_of_the_loss_is_passed_on_with_empirical():
     def noisy(p, x, key):
         return jnp.mean(_plain(p, x + jax.random.normal(key, x.shape)))
 
-    layers = kfac.find_layers(noisy, params, x, key=jax.random.key(0))
-    value, _, _ = jax.jit(kfac.value_and_grad(noisy, layers))(params, x, key=jax.random.key(1))
+    layers = kfac.find_layers(noisy, params, x, kwargs={"key": jax.random.key(0)})
+    value, _, _ = jax.jit(kfac.value_and_grad(noisy, layers))(params, x, kwargs={"key": jax.random.key(1)})
     np.testing.assert_allclose(value, noisy(params, x, jax.random.key(1)), rtol=1e-5)
 
 

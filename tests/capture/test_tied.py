@@ -187,7 +187,7 @@ def test_statistics_of_a_scaled_loss(x64):
 
 
 def test_the_setting_reduce_is_refused():
-    with pytest.raises(ValueError, match=r"reduce: .*'w'.*or as its transpose as well"):
+    with pytest.raises(ValueError, match=r"'reduce' needs .*'w'.*or as its transpose as well"):
         kfac.find_layers(autoencoder, {"w": jnp.ones((D, 3))}, jnp.ones((N, D)), rules={"w": "reduce"})
 
 

@@ -212,10 +212,10 @@ def test_the_key_of_a_loss_stays_its_own():
     params, x, key = {"w": normal(0, D, H, dtype=np.float32)}, normal(1, N, D, dtype=np.float32), jax.random.key(3)
     layers = kfac.find_layers(loss, params, x, key)
     fn = kfac.value_and_grad(loss, layers, fisher="sampled")
-    value, _, _ = fn(params, x, key=key, fisher_key=jax.random.key(0))
+    value, _, _ = fn(params, x, kwargs={"key": key}, fisher_key=jax.random.key(0))
     np.testing.assert_allclose(value, loss(params, x, key), rtol=1e-6)
     with pytest.raises(ValueError, match=r"fisher_key=jax\.random\.key"):
-        fn(params, x, key=key)
+        fn(params, x, kwargs={"key": key})
 
 
 def test_complex_data_has_no_exact_rows():

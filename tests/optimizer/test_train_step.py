@@ -225,10 +225,10 @@ def test_parts_of_a_batch_have_keys_of_their_own():
 
     batch, key = (jnp.concatenate([x, x]), jnp.concatenate([labels, labels])), jax.random.key(0)
     step = kfac.train_step(loss_fn, rate, num_microbatches=2)
-    found, _, loss = step(params, step.init(params, batch, key=key), batch, key=key)
-    layers = kfac.find_layers(loss_fn, params, batch, key=key)
+    found, _, loss = step(params, step.init(params, batch, kwargs={"key": key}), batch, kwargs={"key": key})
+    layers = kfac.find_layers(loss_fn, params, batch, kwargs={"key": key})
     tx, measure = kfac.kfac(rate, layers), kfac.microbatch(kfac.value_and_grad(loss_fn, layers), 2)
-    expected, grads, factors = jax.jit(measure)(params, batch, key=key)
+    expected, grads, factors = jax.jit(measure)(params, batch, kwargs={"key": key})
     updates, _ = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     close((found, loss), (optax.apply_updates(params, updates), expected))
     parts = [loss_fn(params, (x, labels), key=jax.random.fold_in(key, k)) for k in range(2)]
@@ -303,7 +303,7 @@ def test_what_is_split_is_found_or_said(x64):
             num_microbatches=parts,
             batch_argnums=batch_argnums,
         )
-        params, _, loss = step(p, step.init(p, *args, **kwargs), *args, **kwargs)
+        params, _, loss = step(p, step.init(p, *args, kwargs=kwargs), *args, kwargs=kwargs)
         return params["w"], loss
 
     def same(found, expected):
@@ -341,9 +341,9 @@ def test_donated_arguments_are_parameters_and_state_alone(named):
     for donate in (False, True):
         step = kfac.train_step(loss_fn, 0.1, donate=donate, verbose=False)
         params = first = jax.tree.map(jnp.copy, start)
-        state = step.init(params, *given[0], **given[1])
+        state = step.init(params, *given[0], kwargs=given[1])
         for _ in range(3):
-            params, state, _ = step(params, state, *given[0], **given[1])
+            params, state, _ = step(params, state, *given[0], kwargs=given[1])
         assert first["w"].is_deleted() is donate
         assert not batch.is_deleted() and not scale.is_deleted()
         ends.append(np.asarray(params["w"]))

@@ -127,12 +127,12 @@ def test_a_batch_that_is_passed_by_keyword_or_with_what_all_examples_share():
         return jnp.mean(jnp.sum(y * data["t"], axis=-1))
 
     p, data = {"w": normal(0, 4, 3)}, {"x": normal(1, 6, 4), "t": normal(2, 6, 3), "scales": normal(3, 4)}
-    layers = kfac.find_layers(loss, p, data=data, offset=normal(4, 3))
+    layers = kfac.find_layers(loss, p, kwargs={"data": data, "offset": normal(4, 3)})
     assert layers.batch_argnums == ("data",)
     thinned = data | {name: data[name][::2] for name in "xt"}
     fn = kfac.statistics(loss, layers, fraction=1 / 2)
-    expected = kfac.statistics(loss, layers)(p, data=thinned, offset=normal(4, 3))
-    assert_close(fn(p, data=data, offset=normal(4, 3)), expected)
+    expected = kfac.statistics(loss, layers)(p, kwargs={"data": thinned, "offset": normal(4, 3)})
+    assert_close(fn(p, kwargs={"data": data, "offset": normal(4, 3)}), expected)
 
 
 def test_the_number_of_examples_is_that_of_the_whole_batch():
