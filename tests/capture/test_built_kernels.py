@@ -310,7 +310,5 @@ def test_ragged_products_that_have_no_exact_rows():
 
 def test_rows_of_ragged_products_are_not_summed_by_example():
     params, x = inputs()
-    with pytest.raises(
-        ValueError, match="'reduce' needs sums over the positions of each example, .* not known for 'up'"
-    ):
+    with pytest.raises(ValueError, match=r"'reduce' needs sums over the positions .* not known for 'up'"):
         kfac.find_layers(ragged, params, x, SIZES, rules={"up": "reduce"})
