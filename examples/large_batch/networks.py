@@ -585,6 +585,7 @@ class Trials:
             return False
         trial = {"network": self._same["network"], "method": method, "rate": rate, "seed": seed} | self._same
         record = trial | run(self._problem, method, rate, seed, self._same["steps"], self._same["schedule"])
+        record["finished"] = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(json.dumps(record), flush=True)
