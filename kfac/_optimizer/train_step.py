@@ -405,8 +405,7 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
 def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
     preconditioner = state.settings.preconditioner
-    interval = state.settings.interval
-    period = interval.every if interval is not None else 1
+    period = int(state.statistics_period)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{one_in} of the examples" if one_in > 1 else ""
