@@ -78,7 +78,6 @@ def init_state(
         last_statistics_step=scalar(-1, jnp.int32),
         refreshed=scalar(-1, jnp.int32),
         due=scalar(True, bool),
-        statistics_period=scalar(1, jnp.int32),
         refresh_due=scalar(True, bool),
         observe_damping=scalar(0),
         unitwise_damping_scale=scalar(0),

@@ -92,8 +92,9 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        owner_axes = axis_names(state.settings.distribution.owner_axes)
-        specs = state_spec(owner_axes or tuple(mesh.axis_names))
+        distribution = state.settings.distribution
+        axes = distribution.owner_axes or distribution.axis or mesh.axis_names
+        specs = state_spec(axis_names(axes))
         return KfacState(*map(of_leaves, state, specs))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))

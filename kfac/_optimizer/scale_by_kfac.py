@@ -9,7 +9,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AxisType
 
 from kfac._checks import RENAMED, check_layers, with_hints
@@ -24,6 +24,7 @@ from kfac._mesh import PyTree, axis_names, device_axes, on_mesh, replicate, vary
 from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
+from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.sharded_step import ShardedStep, init_over_mesh, mesh_to_open
 from kfac._optimizer.state import (
@@ -134,7 +135,11 @@ def precondition_and_scale(
     period = options.inverse_update_period
     # Leave the refresh out of the program of `observe` if the period is known to be infinite.
     refreshes = not (isinstance(period, float) and period == math.inf)
-    settings = Settings(layers, preconditioner, distribution, refreshes)
+    interval = Interval(options.statistics_period, options.interval_warmup_steps)
+    known = all(isinstance(number, int) for number in interval)
+    settings = Settings(
+        layers, preconditioner, distribution, refreshes, interval if known else None
+    )
     reads_params = any(map(scaling.needs_params, config.groups))
     tx = Transformation(config, options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -229,19 +234,20 @@ class Transformation:
     def prepared(self, state: KfacState) -> KfacState:
         """Set the state's flags and scalars for the next `observe`."""
         count = state.count
+        # Rejected steps count for the intervals, otherwise the host could not foresee when statistics are due.
+        calls = count + state.metrics.skipped_steps
         options = self.options
-        warmup = options.interval_warmup_steps
         period = jnp.asarray(options.inverse_update_period)
         # `optax.inject_hyperparams` makes an array of `math.inf`, which `settings.refreshes` cannot see.
         finite = jnp.isfinite(period)
         period = jnp.where(finite, period, 1)
-        warmup_due = in_turn(count, period, warmup)
+        warmup = options.interval_warmup_steps
+        warmup_due = Interval(period, warmup).due(calls)
         # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
         old = count - state.refreshed >= period
         return state._replace(
-            due=in_turn(count, options.statistics_period, warmup),
-            statistics_period=jnp.asarray(options.statistics_period, jnp.int32),
-            refresh_due=finite & (warmup_due | in_turn(count, period, 0) | old),
+            due=Interval(options.statistics_period, warmup).due(calls),
+            refresh_due=finite & (warmup_due | Interval(period, 0).due(calls) | old),
             observe_damping=value_at(options.damping, count),
             unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
             factor_ema_decay=value_at(options.factor_ema_decay, count),
@@ -270,17 +276,3 @@ def is_overdue(state: KfacState, every: int | Array) -> bool:
         bool(state.due)
         and int(state.count) - int(state.last_statistics_step) > 2 * every
     )
-
-
-def in_turn(count: Array, every: int | Array, warmup: int | Array) -> Array:
-    """Return whether step `count` is a multiple of the current interval.
-
-    The interval is 1 for the first `warmup` steps, 2 until step `2 * warmup`, 4 until step `4 * warmup`, and so on up
-    to `every`. With `warmup=0`, the interval is always `every`. The interval doubles because factors change fast at
-    first and then more slowly, on a time scale that grows with the number of steps so far.
-    """
-    every = jnp.asarray(every, jnp.int32)
-    warmup = jnp.asarray(warmup, jnp.int32)
-    doublings = jnp.minimum(32 - lax.clz(count // jnp.maximum(warmup, 1)), 30)
-    interval = jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
-    return count % interval == 0

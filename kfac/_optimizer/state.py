@@ -22,6 +22,7 @@ from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
 from kfac._mesh import PyTree
 from kfac._optimizer.config import Config
+from kfac._optimizer.interval import Interval
 from kfac._optimizer.step_scaling import MomentumState
 
 Node = TypeVar("Node", bound=tuple)
@@ -137,6 +138,7 @@ class Settings:
       preconditioner: the inverse for Kronecker blocks.
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes inverses when it receives statistics.
+      interval: the interval between statistics; None if it is an array.
       param_specs: paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh's automatic
         axes. Arrays do not show this split under `jit`.
     """
@@ -145,6 +147,7 @@ class Settings:
     preconditioner: BlockPreconditioner
     distribution: Distribution
     refreshes: bool
+    interval: Interval | None = None
     param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     def __hash__(self) -> int:
@@ -159,6 +162,7 @@ class Settings:
                 self.preconditioner,
                 self.distribution,
                 self.refreshes,
+                self.interval,
                 self.param_specs,
             )
         )
@@ -168,13 +172,13 @@ class KfacState(NamedTuple):
     """State of `scale_by_kfac`. All leaves are arrays. Dictionaries are keyed by group name, such as `kronecker_64x32`.
 
     Attributes:
-      count: number of optimizer steps so far. Steps with a non-finite result are not counted. Schedules, the refresh
-        interval and the optax parts of `kfac` do not advance in such a step.
+      count: number of optimizer steps so far. Steps with a non-finite result are not counted. Schedules and the optax
+        parts of `kfac` do not advance in such a step. The interval between statistics advances, so that the host can
+        count it without asking the device.
       step_rejected: whether the last step was rejected because its result was not finite.
       last_statistics_step: the count at the last `observe` with statistics; -1 before the first.
       refreshed: the count at the last refresh of the inverses; -1 before the first.
       due: whether `observe` should be called before the next step.
-      statistics_period: the interval in steps at which statistics are due, after its warm-up.
       refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
         `settings.refreshes` is false.
       observe_damping: the damping for the next `observe`, evaluated at `count`.
@@ -196,7 +200,6 @@ class KfacState(NamedTuple):
     last_statistics_step: Array
     refreshed: Array
     due: Array
-    statistics_period: Array
     refresh_due: Array
     observe_damping: Array
     unitwise_damping_scale: Array

@@ -28,8 +28,9 @@ from kfac._checks import (
 from kfac._curvature.cost_model import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._mesh import PyTree
-from kfac._optimizer.diagnostics import statistics_due
+from kfac._optimizer.clock import Clock, interval_of
 from kfac._optimizer.eigenbasis import eigenbasis
+from kfac._optimizer.interval import Interval
 from kfac._optimizer.kfac import kfac, statistics_one_in
 from kfac._optimizer.observe import observe
 from kfac._optimizer.state import KfacState, find_nodes
@@ -56,6 +57,8 @@ class TrainStep:
       donate: whether a step reuses the memory of its arguments.
       options: the options for `optimizer`.
       layers: the layers found so far, by the parameters' tree structure and shapes.
+      intervals: the optimizer's intervals between statistics, by the same keys.
+      clock: the host's knowledge of when statistics are due.
     """
 
     loss_fn: Callable[..., Any]
@@ -70,6 +73,8 @@ class TrainStep:
     donate: bool
     options: dict[str, Any]
     layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
+    intervals: dict[Any, Interval | None] = dataclasses.field(default_factory=dict, repr=False)
+    clock: Clock = dataclasses.field(default_factory=Clock, repr=False)
 
     @takes_kwargs
     def init(
@@ -98,9 +103,12 @@ class TrainStep:
             )
         opt_state = self._programs["init"](params)
         state = _kfac_state(opt_state)
-        known = not isinstance(state.statistics_period, jax.core.Tracer)
+        known = not isinstance(state.count, jax.core.Tracer)
         if self.verbose and known and jax.process_index() == 0:
             print(_summary(layers, state, self._one_in(layers, state)))
+        interval = interval_of(opt_state)
+        self.intervals[_shapes(params)] = interval
+        self.clock.record(opt_state, 0, interval)
         return opt_state
 
     @takes_kwargs
@@ -114,6 +122,9 @@ class TrainStep:
     ) -> tuple[Any, Any, Any]:
         """Make a step, after taking statistics if they are due.
 
+        The call returns before the device has finished. It waits for the device only if `opt_state` is not the state
+        that the last call returned, for example after a restart.
+
         Args:
           params: the parameters.
           opt_state: the optimizer state.
@@ -125,7 +136,7 @@ class TrainStep:
         Returns:
           The new parameters, the new state, and the result of `loss_fn`.
         """
-        due = statistics_due(opt_state)
+        due, calls = self.clock.read(opt_state)
 
         def run_observe(
             opt_state,
@@ -146,7 +157,22 @@ class TrainStep:
             )
         elif due:
             opt_state = run_observe(*arguments)
-        return self._programs["step"](params, opt_state, *args, kwargs=kwargs)
+        result = self._programs["step"](params, opt_state, *args, kwargs=kwargs)
+        if calls is not None:
+            self.clock.record(result[1], calls + 1, self._interval(params))
+        return result
+
+    def _interval(self, params: PyTree) -> Interval | None:
+        """Return the optimizer's interval between statistics, or None if the host does not know it."""
+        shapes = _shapes(params)
+        if shapes not in self.intervals:
+            # Ask a new state: the given state may be another optimizer's.
+            self.intervals[shapes] = interval_of(jax.eval_shape(self._init, params))
+        return self.intervals[shapes]
+
+    def _init(self, params):
+        layers = self._find_layers(params, (), {})
+        return self._transformation(layers).init(params)
 
     @functools.cached_property
     def _programs(self) -> dict[str, Callable[..., Any]]:
@@ -160,12 +186,8 @@ class TrainStep:
 
             return call
 
-        def init(params):
-            layers = self._find_layers(params, (), {})
-            return self._transformation(layers).init(params)
-
         return {
-            "init": compiled(init),
+            "init": compiled(self._init),
             "observe": compiled(self._observe, 1),
             "step": compiled(self._step, 0, 1),
         }
@@ -187,8 +209,7 @@ class TrainStep:
         anew: bool = False,
     ) -> Layers:
         """Return the layers. Find them again only if `anew` is true or the parameters have new shapes."""
-        leaves, structure = jax.tree.flatten(params)
-        shapes = structure, *[getattr(leaf, "shape", ()) for leaf in leaves]
+        shapes = _shapes(params)
         if anew or shapes not in self.layers:
             self.layers[shapes] = find_layers(
                 self.loss_fn,
@@ -367,6 +388,12 @@ def train_step(
         donate,
         options,
     )
+
+
+def _shapes(params: PyTree) -> Any:
+    """Return the tree structure and the shapes of parameters, as a hashable value."""
+    leaves, structure = jax.tree.flatten(params)
+    return structure, *[getattr(leaf, "shape", ()) for leaf in leaves]
 
 
 def _strong(leaf: Array) -> Array:

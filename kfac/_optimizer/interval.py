@@ -1,0 +1,38 @@
+"""Compute the interval between statistics and between refreshes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Interval(NamedTuple):
+    """The interval between statistics, or between refreshes, in calls of `update`.
+
+    It is 1 for the first `warmup` calls, 2 until call `2 * warmup`, 4 until call `4 * warmup`, and so on up to `every`.
+    With `warmup=0`, it is always `every`. It doubles because factors change fast at first and then more slowly, on a
+    time scale that grows with the number of steps so far.
+    """
+
+    every: int | Array
+    warmup: int | Array
+
+    def at(self, calls: Array) -> Array:
+        """Return the interval after this number of calls, on the device."""
+        every = jnp.asarray(self.every, jnp.int32)
+        warmup = jnp.asarray(self.warmup, jnp.int32)
+        doublings = jnp.minimum(32 - lax.clz(calls // jnp.maximum(warmup, 1)), 30)
+        return jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
+
+    def due(self, calls: Array) -> Array:
+        """Return whether the number of calls is a multiple of the present interval, on the device."""
+        return calls % self.at(calls) == 0
+
+    def due_on_host(self, calls: int) -> bool:
+        """Return the same as `due`, for an interval of Python numbers. An operation of JAX would wait for the step."""
+        interval = self.every
+        if self.warmup:
+            interval = min(self.every, 1 << (calls // self.warmup).bit_length())
+        return calls % interval == 0
