@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 
 import jax
@@ -30,8 +31,9 @@ def affordable(
 ) -> int | Array:
     """Return the shortest interval at which statistics and refreshes cost at most `overhead` of the gradient's work.
 
-    The interval never exceeds `LONGEST`. It does not depend on the number of devices, because devices share refreshes
-    just as they share examples.
+    The interval never exceeds `LONGEST`. It is `LONGEST` if the gradient's work is unknown, because no layer has known
+    positions: experts have none, nor has any layer of a loss that hides its batch. It does not depend on the number of
+    devices, because devices share refreshes just as they share examples.
 
     Args:
       layers: the layers, found with a step's batch.
@@ -45,12 +47,14 @@ def affordable(
     """
     work = sum(work_of_layers(layers, preconditioner, one_in, price).values())
     gradients = work_of_gradients(layers)
-    fraction = work / gradients if gradients else 0.0
+    # An unknown cost counts as a large one, because statistics in every step can cost more than the step.
+    fraction = work / gradients if gradients else sys.float_info.max
     interval = fraction / overhead
     # An array comes from `optax.inject_hyperparams`.
     if isinstance(overhead, Array):
         return jnp.clip(jnp.ceil(interval), 1, LONGEST).astype(jnp.int32)
-    return min(LONGEST, max(1, math.ceil(interval)))
+    # `interval` may be infinite, which `math.ceil` refuses.
+    return max(1, math.ceil(min(LONGEST, interval)))
 
 
 def prices_of_layers(

@@ -177,6 +177,14 @@ class BlockPreconditioner(abc.ABC):
           The preconditioned gradients, shaped like `matrices`.
         """
 
+    def applied_condition(self, state: Any, damping: Array) -> Array | None:
+        """Return the blocks' condition numbers in a step with this damping, `[k]`, for `kfac.diagnostics`.
+
+        None if they are the condition numbers that `refresh` returned.
+        """
+        del state, damping
+        return None
+
     def spectrum(
         self,
         state: Any,

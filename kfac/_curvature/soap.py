@@ -141,14 +141,23 @@ class SOAP(BlockPreconditioner):
         scaled = self._scaled(state.squares, rotated, damping)
         return self._rotated(state, scaled.astype(matrices.dtype), back=True).mT
 
+    def applied_condition(self, state, damping):
+        """Return the condition numbers of the blocks `sqrt(v + l)`, by which a step divides."""
+        damped = self._damped(state.squares, damping)
+        lowest = jnp.min(damped, axis=(1, 2))
+        return jnp.sqrt(jnp.max(damped, axis=(1, 2)) / lowest)
+
     def _scaled(self, squares, matrices, damping):
+        return matrices / jnp.sqrt(self._damped(squares, damping))
+
+    def _damped(self, squares, damping):
         # The smallest damping is for blocks with zero gradients for long, or from the start.
         least = jnp.finfo(squares.dtype).tiny
         mean = (
             jnp.mean(squares, axis=(1, 2), keepdims=True) if self.scale_damping else 1
         )
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
-        return matrices / jnp.sqrt(squares + damping.astype(squares.dtype))
+        return squares + damping.astype(squares.dtype)
 
     def _rotated(self, state, matrices, *, back):
         # Round the bases only here. Bases stored in bfloat16 would not stay orthogonal between refreshes.

@@ -66,9 +66,10 @@ def observe_here(
     context = StepContext(config, state)
     left_out: Vectors = {}
     failed: Vectors = {}
+    refreshed = jnp.zeros((), bool)
     if batch is None:
         state, failed = refresh_inverses(config, state)
-        state = state._replace(refreshed=state.count)
+        refreshed = state.last_statistics_step >= 0
     else:
         if isinstance(batch, Factors):
             comm.check("factors", batch)
@@ -76,20 +77,23 @@ def observe_here(
         state, left_out = update_ema(context, batch)
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
-            refresh_due = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(config, state, refresh_due)
-            last_refresh = jnp.where(refresh_due, state.count, state.refreshed)
-            state = state._replace(refreshed=last_refresh)
+            refreshed = state.refresh_due.astype(bool)
+            state, failed = refresh_inverses(config, state, refreshed)
         state = state._replace(
             last_statistics_step=state.count, due=jnp.zeros((), bool)
         )
     counts = [count_blocks(comm, state, left_out), count_blocks(comm, state, failed)]
     skipped, failures = comm.total(jnp.stack(counts))
+    # A block without a preconditioner keeps its gradient. So the first refresh counts only once all blocks took part,
+    # otherwise a block with broken statistics would wait for a whole interval.
+    refreshed &= (state.refreshed >= 0) | (skipped + failures == 0)
     metrics = state.metrics._replace(
         skipped_statistics=state.metrics.skipped_statistics + skipped,
         failed_inversions=state.metrics.failed_inversions + failures,
     )
-    return state._replace(metrics=metrics)
+    return state._replace(
+        refreshed=jnp.where(refreshed, state.count, state.refreshed), metrics=metrics
+    )
 
 
 def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:

@@ -35,8 +35,9 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
 
       - `damping`: the damping of the last step.
       - `gradient_norm`, `preconditioned_norm`: 2-norms over the parameters with a curvature block.
-      - `condition`: the largest condition number of all blocks, each at its last inversion. It refers to the damped
-        factors and the 1-norm; with `Eigh`, `EKFAC` and `SOAP`, to the damped blocks and the 2-norm.
+      - `condition`: the largest condition number of all blocks, each at its last refresh. It refers to the damped
+        factors and the 1-norm; with `Eigh` and `EKFAC`, to the damped blocks and the 2-norm. With `SOAP`, it refers to
+        the roots of the damped second moments by which the last step divided.
       - `inverse_age`: steps since the oldest inverse in use was computed.
       - `statistics_age`: steps since the last statistics, or since the start. It keeps growing if the loop does not
         call `observe`.

@@ -32,7 +32,8 @@ class Interval(NamedTuple):
 
     def due_on_host(self, calls: int) -> bool:
         """Return the same as `due`, for an interval of Python numbers. An operation of JAX would wait for the step."""
-        interval = self.every
-        if self.warmup:
-            interval = min(self.every, 1 << (calls // self.warmup).bit_length())
+        interval = int(self.every)
+        warmup = int(self.warmup)
+        if warmup:
+            interval = min(interval, 1 << (calls // warmup).bit_length())
         return calls % interval == 0

@@ -111,7 +111,8 @@ def kfac(
         their own forward and backward pass. A FLOP of a refresh counts as three FLOPs of the gradient on a CPU and as
         eight on accelerators, because it takes longer. Statistics and refreshes are due in each of the first ten steps;
         then the interval doubles until it reaches its final value (see `interval_warmup_steps` of `scale_by_kfac`).
-        Call `observe` before the next step if `statistics_due` is true; `train_step` does this.
+        Call `observe` before the next step if `statistics_due` is true; `train_step` does this. The interval is 16 if
+        the gradient's FLOPs are unknown, for example because the loss hides its batch.
       inverse_update_period: the interval in steps at which `observe` refreshes the preconditioners, instead of the
         interval that `overhead` sets; see `scale_by_kfac`. With `math.inf`, only `observe(opt_state)` without factors
         refreshes. `kfac.planning.estimate` estimates intervals for other machines.

@@ -89,8 +89,8 @@ def scale_by_kfac(
       statistics_period: the interval in steps at which `statistics_due` is true. The interval is shorter at first, see
         `interval_warmup_steps`. `observe` uses all statistics that it receives, due or not.
       inverse_update_period: the interval in steps at which `observe` refreshes all inverses. It refreshes them if the
-        step count is a multiple of the interval, or if they are at least this old. With `math.inf`, only
-        `observe(opt_state)` without factors refreshes.
+        step count is a multiple of the interval, if they are at least this old, and with the first statistics. With
+        `math.inf`, only `observe(opt_state)` without factors refreshes.
       interval_warmup_steps: the number of initial steps in which both intervals are 1. The intervals are then 2 until
         twice this number of steps, 4 until four times this number, and so on up to their final values. Steps at
         multiples of `inverse_update_period` refresh as well.
@@ -243,8 +243,9 @@ class Transformation:
         period = jnp.where(finite, period, 1)
         warmup = options.interval_warmup_steps
         warmup_due = Interval(period, warmup).due(calls)
-        # A loop may call `observe` at steps of its own choice, so also refresh inverses that are a period old.
-        old = count - state.refreshed >= period
+        # A loop may call `observe` at steps of its own choice, so also refresh preconditioners that are a period old.
+        # The first statistics always refresh: until then gradients stay as they are.
+        old = (state.refreshed < 0) | (count - state.refreshed >= period)
         return state._replace(
             due=Interval(options.statistics_period, warmup).due(calls),
             refresh_due=finite & (warmup_due | Interval(period, 0).due(calls) | old),

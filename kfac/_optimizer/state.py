@@ -35,9 +35,7 @@ class KfacMetrics(NamedTuple):
       damping: the damping of the last step.
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: 2-norm of the preconditioned gradient, over the same parameters.
-      condition: largest condition number over all blocks, each from the block's last inversion. `Cholesky` uses the
-        1-norm of the damped factors, and inverses with eigenvectors use the 2-norm of the damped blocks. Unit-wise
-        blocks use the 1-norm.
+      condition: largest condition number over all blocks, see `diagnostics`.
       inverse_age: number of steps since the oldest inverse in use was computed.
       kl_clip_scale: factor by which the KL clip multiplied the step; 1 without a KL clip.
       min_layer_rate: lowest adaptive layer rate, a factor on the learning rate; 1 without adaptive rates, 0 before the
@@ -177,7 +175,7 @@ class KfacState(NamedTuple):
         count it without asking the device.
       step_rejected: whether the last step was rejected because its result was not finite.
       last_statistics_step: the count at the last `observe` with statistics; -1 before the first.
-      refreshed: the count at the last refresh of the inverses; -1 before the first.
+      refreshed: the count at the last refresh of the inverses; -1 until the first refresh of all blocks.
       due: whether `observe` should be called before the next step.
       refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
         `settings.refreshes` is false.

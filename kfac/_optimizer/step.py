@@ -85,7 +85,7 @@ def preconditioned_step(
     steps = multiply(device, steps)
     usable &= jnp.isfinite(sum(norms[1:]))
     updates, usable = device.send(updates, steps, usable)
-    metrics, usable = measure(device, now, motions, norms, scale, usable)
+    metrics, usable = measure(device, now, advanced, motions, norms, scale, usable)
     state = commit(device, advanced, motions, usable)
     rates = jnp.stack([now.rate, jnp.maximum(now.rate, state.learning_rates[1])])
     return updates, state._replace(
@@ -271,6 +271,7 @@ def build_stack(
 def measure(
     device: StepContext,
     now: StepScalars,
+    advanced: dict[str, PreconditionerState],
     motions: dict[str, MomentumState],
     norms: tuple[Array, ...],
     scale: Array,
@@ -281,6 +282,7 @@ def measure(
     Args:
       device: the blocks that this device holds.
       now: the scalars of the step.
+      advanced: the new states of preconditioners that take in gradients.
       motions: momenta and rates after the step.
       norms: the squared norm of the gradient, and two squared norms of the preconditioned gradient: over the blocks
         that this device owns, and over the blocks that all devices hold.
@@ -298,9 +300,15 @@ def measure(
     rates = []
     inverse_rates = []
     for name, block in state.blocks.items():
-        conditions.append(block.condition)
-        age = state.count - block.inverted
-        ages.append(jnp.where(block.condition > 0, age, 0))
+        ready = block.condition > 0
+        condition = None
+        if name in advanced:
+            preconditioner = device.config.preconditioner
+            condition = preconditioner.applied_condition(advanced[name], now.damping)
+        if condition is None:
+            condition = block.condition
+        conditions.append(jnp.where(ready, condition, 0))
+        ages.append(jnp.where(ready, state.count - block.inverted, 0))
         rate = motions[name].rate
         if rate is not None:
             rates.append(jnp.where(device.owns[name], rate, 0))
@@ -325,7 +333,8 @@ def measure(
         damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(owned + shared.astype(jnp.float32)),
-        condition=extremes[0],
+        # In a rejected step, the new state of a preconditioner may not be finite.
+        condition=jnp.where(usable, extremes[0], metrics.condition),
         # A rejected step does not count.
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),
         skipped_steps=metrics.skipped_steps + ~usable,

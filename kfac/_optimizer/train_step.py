@@ -73,7 +73,9 @@ class TrainStep:
     donate: bool
     options: dict[str, Any]
     layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
-    intervals: dict[Any, Interval | None] = dataclasses.field(default_factory=dict, repr=False)
+    intervals: dict[Any, Interval | None] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
     clock: Clock = dataclasses.field(default_factory=Clock, repr=False)
 
     @takes_kwargs
@@ -432,7 +434,8 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
 def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
     preconditioner = state.settings.preconditioner
-    period = int(state.statistics_period)
+    interval = state.settings.interval
+    period = 1 if interval is None else int(interval.every)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.with_blocks)
     part = f" of 1/{one_in} of the examples" if one_in > 1 else ""
@@ -444,7 +447,7 @@ def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     line = f"{count} layer{'s' * (count != 1)}, {size}, {type(preconditioner).__name__}, statistics{part} {when}"
     prices = prices_of_layers(layers, preconditioner, period, one_in)
     if not prices:
-        return line
+        return f"{line}; the gradient's FLOPs are unknown, so overhead= could not set the interval"
     total_price = sum(prices.values())
     line += f"; adds {total_price:.2f} times the gradient's FLOPs to a mean step"
     name = max(prices, key=prices.__getitem__)

@@ -316,6 +316,33 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     assert_equal(motions(after), motions(state))
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_diagnostics_has_the_condition_of_the_matrix_that_a_step_multiplies_by(relative):
+    """Build each block's matrix from its products with all unit matrices."""
+    params = {"first": matrices(measured(0)[0])["first"], "out": jnp.eye(4)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    x = jnp.sin(jnp.arange(48.0)).reshape(12, 4)
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["first"]) @ params["out"]))
+
+    layers, damping, preconditioner = kfac.find_layers(loss_fn, params, x), 1e-3, kfac.SOAP(relative=relative)
+    tx = kfac.scale_by_kfac(layers, preconditioner=preconditioner, damping=damping, interval_warmup_steps=2)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for t in range(4):
+        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x + t)
+        if t < 3:
+            state = kfac.observe(state, factors)
+        state = update(grads, state, params)[1]
+    blocks = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
+    units = jnp.eye(16).reshape(16, 1, 4, 4)
+    columns = jax.vmap(lambda unit: preconditioner.apply(blocks, jnp.tile(unit, (2, 1, 1)), jnp.asarray(damping)))(
+        units
+    )
+    conditions = [np.linalg.cond(np.asarray(columns[:, k], np.float64).reshape(16, 16)) for k in range(2)]
+    np.testing.assert_allclose(kfac.diagnostics(state)["condition"], max(conditions), rtol=1e-2)
+
+
 @pytest.mark.slow
 def test_owners_under_shard_map():
     """Run the whole optimizer, with the gradients' momentum, where every device has its own part of the state."""

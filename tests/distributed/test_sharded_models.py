@@ -217,3 +217,17 @@ def test_a_state_made_under_jit_with_its_shardings_is_that_made_outside():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and a.sharding.is_equivalent_to(sharding, a.ndim)
     with pytest.raises(ValueError, match="params must be on a mesh"):
         kfac.state.shardings(tx, {"w": jnp.ones((8, 12)), "v": jnp.ones((12, 4))})
+
+
+def test_shardings_of_a_state_whose_blocks_lie_along_one_axis_of_the_mesh():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    params = jax.device_put({"w": jnp.ones((8, 12)), "v": jnp.ones((12, 4))}, NamedSharding(mesh, P()))
+    layers = kfac.find_layers(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]), params, jnp.ones((16, 8)))
+    tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution(axis_name="data", mesh=mesh))
+    shardings = kfac.state.shardings(tx, params)
+    with jax.set_mesh(mesh):
+        inside = jax.jit(tx.init, out_shardings=shardings)(params)
+    outside = tx.init(params)
+    for a, b, sharding in zip(*map(jax.tree.leaves, (inside, outside, shardings)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim) and a.sharding.is_equivalent_to(sharding, a.ndim)

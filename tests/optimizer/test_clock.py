@@ -36,7 +36,7 @@ def test_train_step_returns_before_the_step_has_run(donate):
     params = network()
     state = step.init(params, BATCH, 1)
     for _ in range(12):
-        params, state, loss = step(params, state, BATCH, 1)
+        params, state, _ = step(params, state, BATCH, 1)
     jax.block_until_ready(params)
     params, state, first = step(params, state, BATCH, 200)
     params, state, second = step(params, state, BATCH, 1)

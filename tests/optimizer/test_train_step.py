@@ -402,3 +402,21 @@ def test_parts_of_a_quarter_are_no_single_examples():
     state = step.init(params, batch)
     params, state, loss = step(params, state, batch)  # a quarter of 630 is 157, a prime
     assert np.isfinite(loss) and state[0].last_statistics_step == 0
+
+
+@pytest.mark.parametrize(("overhead", "every"), [(0.1, 16), (1e3, 16), (float("inf"), 1)])
+def test_train_step_takes_the_longest_interval_if_the_gradients_cost_is_unknown(overhead, every, capsys):
+    x = jnp.sin(jnp.arange(48.0)).reshape(16, 3)
+
+    def hides_its_batch(params):
+        return jnp.mean(jnp.square(x @ params))
+
+    def experts(params, x):
+        sizes = jnp.array([4, 12])
+        return jnp.mean(jnp.square(jax.lax.ragged_dot(x, params, sizes)))
+
+    step = kfac.train_step(hides_its_batch, 0.1, num_examples=16, overhead=overhead)
+    assert step.init(jnp.ones((3, 2)))[0].settings.interval.every == every
+    step = kfac.train_step(experts, 0.1, overhead=overhead)
+    assert step.init(jnp.ones((2, 3, 2)), x)[0].settings.interval.every == every
+    assert capsys.readouterr().out.count("the gradient's FLOPs are unknown") == 2

@@ -335,6 +335,18 @@ def test_a_refresh_that_is_overdue_comes_with_the_next_statistics():
     assert ages(4, 0, 10, without=(1, 2, 3, 4))[-2:] == [0, 1]  # and step 8 is regular again
 
 
+def test_observe_refreshes_with_the_first_statistics_however_long_the_interval_is():
+    assert ages(100, 0, 4, without=(0,)) == [0, 0, 1, 2]
+    state, step = refreshing(100, 0)
+    grads, factors = measured(0)
+    # A refresh without any statistics is none, and a block whose statistics were broken refreshes with the next.
+    state = jax.jit(kfac.observe)(state)
+    broken = jax.tree.map(lambda x: x * jnp.nan, factors)
+    for given, refreshed in ((None, -1), (broken, -1), (factors, 2), (factors, 2)):
+        _, state, _ = step(grads, state, initial(), given)
+        assert state.refreshed == refreshed
+
+
 def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted():
     tx = kfac.scale_by_kfac(layers(), statistics_period=3, interval_warmup_steps=1)
     state, step = jax.jit(tx.init)(initial())._replace(count=jnp.int32(2**30)), stepper(tx)
