@@ -74,9 +74,9 @@ class TrainStep:
     options: dict[str, Any]
     layers: dict[Any, Layers] = dataclasses.field(default_factory=dict, repr=False)
     intervals: dict[Any, Interval | None] = dataclasses.field(
-        default_factory=dict, repr=False
+        default_factory=dict, init=False, repr=False
     )
-    clock: Clock = dataclasses.field(default_factory=Clock, repr=False)
+    clock: Clock = dataclasses.field(default_factory=Clock, init=False, repr=False)
 
     @takes_kwargs
     def init(

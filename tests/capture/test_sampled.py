@@ -581,23 +581,36 @@ def test_a_loss_of_some_of_the_examples(x64):
 
 
 @pytest.mark.parametrize("reads", ["before the bias", "copies"])
-def test_a_term_without_a_mark_that_reads_an_array_again(x64, reads):
-    """Check that statistics from marks have the layers that `find_layers` found."""
+def test_statistics_of_a_term_without_a_mark_that_reads_an_array_again(x64, reads):
+    """Check that such a term changes the layers, but not their statistics, which are those of the marked output."""
     params = {"b": jnp.ones(4), "c": jnp.ones(4), "k": normal(0, 3, 4), "w": normal(1, 4, 2)}
     batch = normal(2, N, 3), normal(3, N, 2)
 
-    def loss(p, batch):
-        x, t = batch
+    def arrays(p, x):
         before = x @ p["k"]
         copies = jnp.broadcast_to(p["c"], (len(x), 1, 4))
         h = jnp.concatenate([copies, (before + p["b"])[:, None]], 1)
-        y = kfac.mark_output(jnp.tanh(h).sum(1) @ p["w"], "gaussian")
+        return jnp.tanh(h).sum(1) @ p["w"], before, copies
+
+    def loss(p, batch):
+        x, t = batch
+        y, before, copies = arrays(p, x)
+        y = kfac.mark_output(y, "gaussian")
         other = {"before the bias": before, "copies": copies * x[:, :1, None]}[reads]
         return jnp.mean(jnp.sum((y - t) ** 2, -1)) + 0.01 * jnp.mean(other**2)
 
     layers = kfac.find_layers(loss, params, batch)
-    for fisher in ("sampled", "expected"):
-        kfac.statistics(loss, layers, fisher=fisher)(params, batch, fisher_key=jax.random.key(0))
+    found = {
+        fisher: kfac.statistics(loss, layers, fisher=fisher)(params, batch, fisher_key=jax.random.key(0))
+        for fisher in ("sampled", "expected")
+    }
+    assert list(found["sampled"]) == list(found["expected"]) == [layer.name for layer in layers.with_factors]
+    # The expected Fisher matrix of a Gaussian output is the second moment of its Jacobian.
+    jacobian = jax.vmap(lambda x: jax.jacobian(lambda p: arrays(p, x[None])[0][0])(params))(batch[0])
+    expected = {name: jnp.einsum("noi,noj->ij", jacobian[name], jacobian[name]) / N for name in "bc"}
+    np.testing.assert_allclose(found["expected"]["k"].G, expected["b"], rtol=1e-10)
+    for name in found["expected"].keys() & {"b", "c"}:
+        np.testing.assert_allclose(found["expected"][name].F[:, 0, 0], jnp.diag(expected[name]), rtol=1e-10)
 
 
 def test_a_key_of_the_loss_is_passed_on_with_empirical():

@@ -326,7 +326,7 @@ def test_diagnostics_has_the_condition_of_the_matrix_that_a_step_multiplies_by(r
     def loss_fn(params, x):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["first"]) @ params["out"]))
 
-    layers, damping, preconditioner = kfac.find_layers(loss_fn, params, x), 1e-3, kfac.SOAP(relative=relative)
+    layers, damping, preconditioner = kfac.find_layers(loss_fn, params, x), 1e-3, kfac.SOAP(scale_damping=relative)
     tx = kfac.scale_by_kfac(layers, preconditioner=preconditioner, damping=damping, interval_warmup_steps=2)
     state, update = tx.init(params), jax.jit(tx.update)
     for t in range(4):

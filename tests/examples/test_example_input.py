@@ -199,10 +199,14 @@ def test_validation_counts_each_readable_image_once(split, workers):
     assert sum(batch.weights.sum() for share in shares for batch in share) == 47
 
 
-def test_batches_that_are_broken_off_leave_no_thread(split):
+def test_train_batches_leave_no_thread_when_they_are_broken_off(split):
+    before = set(threading.enumerate())
     batches = training(split(5))
     next(batches)
+    started = set(threading.enumerate()) - before
+    assert started
     batches.close()
+    assert not started & set(threading.enumerate())
 
 
 @pytest.mark.parametrize("workers", [1, 5])
