@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,51 +10,35 @@ import optax
 
 from kfac._layers import UNREACHED, Layers
 from kfac._leaves import map_by_path
-from kfac._mesh import PyTree, mesh_of, on_mesh, replicate
-from kfac._optimizer.options import Options, check_options
+from kfac._mesh import mesh_of, on_mesh, replicate
+from kfac._optimizer.options import Options
 from kfac._optimizer.scale_by_kfac import precondition_and_scale
 from kfac._optimizer.state import KfacState, find_state
-from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig, value_at
+from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
-def assemble(
-    layers: Layers,
-    scaling: ScalingConfig,
-    *,
-    weight_decay: ScalarOrSchedule | None,
-    weight_decay_mask: PyTree | Callable[[PyTree], PyTree],
-    **options: Any,
-) -> Optimizer:
-    """Return the optimizer: the preconditioner and `scaling`, then weight decay and the learning rate.
-
-    Args:
-      layers: the layers.
-      scaling: the settings of all stages between the preconditioner and weight decay.
-      weight_decay: see `kfac`.
-      weight_decay_mask: see `kfac`.
-      options: the fields of `Options`.
+def assemble(layers: Layers, options: Options) -> Optimizer:
+    """Return the optimizer: the preconditioner and the stages on stacks, then weight decay and the learning rate.
 
     Raises:
       ValueError: an option is out of range, or two options conflict.
     """
-    preconditioner_options = Options(**options)
-    check_options(preconditioner_options, scaling, weight_decay, weight_decay_mask)
-    before = scaling.learning_rate if scaling.lr_in_momentum else None
-
-    preconditioned = precondition_and_scale(layers, scaling, preconditioner_options)
+    preconditioned = precondition_and_scale(layers, options)
+    before = options.learning_rate if options.lr_in_momentum else None
+    weight_decay = options.weight_decay
     parts = []
-    if scaling.momentum is not None and any(x.kind == "skipped" for x in layers):
-        parts.append(momentum_beside_blocks(layers, scaling.momentum, scaling))
+    if options.momentum is not None and any(x.kind == "skipped" for x in layers):
+        parts.append(momentum_beside_blocks(layers, options.momentum, options))
     if weight_decay is not None:
         decay = weight_decay
         if before is not None:
             # The step already contains the negative learning rate.
             decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
-        parts.append(optax.add_decayed_weights(decay, weight_decay_mask))
+        parts.append(optax.add_decayed_weights(decay, options.weight_decay_mask))
     if before is None:
-        parts.append(optax.scale_by_learning_rate(scaling.learning_rate))
+        parts.append(optax.scale_by_learning_rate(options.learning_rate))
     return _followed_by(preconditioned, optax.chain(*(parts or [optax.identity()])))
 
 
@@ -92,7 +75,7 @@ def _followed_by(tx: Optimizer, rest: Optimizer) -> Optimizer:
 def momentum_beside_blocks(
     layers: Layers,
     decay: ScalarOrSchedule,
-    scaling: ScalingConfig,
+    options: Options,
 ) -> Optimizer:
     """Return the momentum of skipped leaves that have a gradient, in float32 or better."""
     paths: set[str] = set()
@@ -104,13 +87,13 @@ def momentum_beside_blocks(
         return map_by_path(lambda path, _: path in paths, tree)
 
     def momentum(decay):
-        trace = optax.trace(decay, scaling.nesterov, layers.dtype)
+        trace = optax.trace(decay, options.nesterov, layers.dtype)
         return optax.masked(trace, mask)
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra
-        if scaling.lr_in_momentum:
-            rate = value_at(scaling.learning_rate, count)
+        if options.lr_in_momentum:
+            rate = value_at(options.learning_rate, count)
             updates = map_by_path(
                 lambda path, leaf: -rate * leaf if path in paths else leaf, updates
             )

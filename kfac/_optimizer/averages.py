@@ -22,10 +22,10 @@ from kfac._distributed.comm import CommContext
 from kfac._factors import Average, Basis, Factors, Packed, Statistics
 from kfac._linalg import finite
 from kfac._mesh import as_varying, device_axes, varying_axes
-from kfac._optimizer.config import Config, Vectors
-from kfac._optimizer.exchange import StepContext, join
+from kfac._optimizer.exchange import StepContext, Vectors, join
 from kfac._optimizer.flat_state import part_of, with_parts
-from kfac._optimizer.state import KfacState, assignments_of, check_blocks
+from kfac._optimizer.options import Options
+from kfac._optimizer.state import KfacState, Settings, assignments_of, check_blocks
 from kfac._packing import flatten, pad_to_devices, unflatten
 
 
@@ -42,14 +42,14 @@ class BatchStacks(NamedTuple):
 
 
 def observe_here(
-    config: Config,
+    comm: CommContext,
     state: KfacState,
     batch: Factors | BatchStacks | None,
 ) -> KfacState:
     """Update the averages and inverses that this device holds.
 
     Args:
-      config: the fixed settings.
+      comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before, with the blocks that this device holds.
       batch: the statistics of a batch: this device's `Factors`, or `BatchStacks` that are already averaged over
         devices. None refreshes all inverses from the present averages.
@@ -61,14 +61,13 @@ def observe_here(
       ValueError: the state is for another number of devices, it does not hold the blocks that this device owns, or the
         factors differ along axes of devices that `axis_name=` does not name.
     """
-    comm = config.comm
     check_blocks(state, comm.devices)
-    context = StepContext(config, state)
+    context = StepContext(state.settings, Options(), comm, state)
     left_out: Vectors = {}
     failed: Vectors = {}
     refreshed = jnp.zeros((), bool)
     if batch is None:
-        state, failed = refresh_inverses(config, state)
+        state, failed = refresh_inverses(comm, state)
         refreshed = state.last_statistics_step >= 0
     else:
         if isinstance(batch, Factors):
@@ -78,7 +77,7 @@ def observe_here(
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
             refreshed = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(config, state, refreshed)
+            state, failed = refresh_inverses(comm, state, refreshed)
         state = state._replace(
             last_statistics_step=state.count, due=jnp.zeros((), bool)
         )
@@ -98,12 +97,12 @@ def observe_here(
 
 def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
-    config = context.config
+    settings = context.settings
     comm = context.comm
     assignments = context.assignments
     gradients = stack_gradients(context, factors.gradients)
     if not comm.alone:
-        packed = stack_packed(config, factors, comm.mean)
+        packed = stack_packed(settings, factors, comm.mean)
         own = {
             name: assignment
             for name, assignment in assignments.items()
@@ -113,9 +112,9 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
         return BatchStacks(statistics, comm.means(gradients, own))
     combined = Factors({name: block.combined() for name, block in factors.items()})
     statistics = {}
-    for group in config.groups:
+    for group in settings.groups:
         if group.captured:
-            moments = group.moments(config.preconditioner)
+            moments = group.moments(settings.preconditioner)
             statistics[group.name] = group.stack_factors(combined, moments)
     return BatchStacks(statistics, gradients)
 
@@ -125,12 +124,12 @@ def stack_gradients(
     gradients: Mapping[str, Array],
 ) -> Vectors:
     """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
-    groups = [group for group in context.config.groups if not group.captured]
+    groups = [group for group in context.settings.groups if not group.captured]
     return context.stack(gradients, groups)
 
 
 def stack_packed(
-    config: Config,
+    settings: Settings,
     factors: Factors,
     mean: Average | None = None,
 ) -> dict[str, Statistics]:
@@ -149,7 +148,7 @@ def stack_packed(
         return flat if device_axes() else pad_to_devices(flat)
 
     stacks = {}
-    for group in config.groups:
+    for group in settings.groups:
         if not group.captured:
             continue
         sent = {}
@@ -159,7 +158,7 @@ def stack_packed(
                 shapes = tuple(layer.side_shapes.values())
                 block = to_send(layer, block.packed(shapes, mean, dtype), fill)
             sent[layer.name] = block
-        moments = group.moments(config.preconditioner)
+        moments = group.moments(settings.preconditioner)
         if moments is not None:
             moments = fill(jnp.zeros(math.prod(moments))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
@@ -180,14 +179,14 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
     Returns:
       The new state, and for each group a mask `[k]` of this device's own blocks that ignored their statistics.
     """
-    config = context.config
+    settings = context.settings
     comm = context.comm
     state = context.state
     age = jnp.maximum(state.count - state.last_statistics_step, 1)
     steps = jnp.where(state.last_statistics_step < 0, 1, age)
     decay = state.factor_ema_decay.astype(jnp.result_type(float)) ** steps
     left_out = {}
-    for group in config.groups:
+    for group in settings.groups:
         name = group.name
         block = state.blocks[name]
         statistics: Any
@@ -206,7 +205,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
             corrected = context.take(name, jnp.asarray(group.corrected))
             # Before the first decomposition there is no eigenbasis in which moments could be kept.
             corrected &= block.condition > 0
-            preconditioner = config.preconditioner.update_moments(
+            preconditioner = settings.preconditioner.update_moments(
                 part_of(state, comm, name, "preconditioner"),
                 statistics.moments,
                 decay,
@@ -222,7 +221,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
 
 
 def refresh_inverses(
-    config: Config,
+    comm: CommContext,
     state: KfacState,
     needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
@@ -231,14 +230,13 @@ def refresh_inverses(
     XLA updates the stacks in place.
 
     Args:
-      config: the fixed settings.
+      comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before.
       needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
     """
-    comm = config.comm
     assignments = assignments_of(state)
     wanted = {}
     none_failed = {}
@@ -255,9 +253,9 @@ def refresh_inverses(
     def refresh_all(start):
         new = start[0]
         failed = {}
-        for group in config.groups:
+        for group in state.settings.groups:
             flags = wanted[group.name]
-            new, failed[group.name] = refresh_group(config, group, state, new, flags)
+            new, failed[group.name] = refresh_group(comm, group, state, new, flags)
         return new._replace(bases=gather_bases(comm, new)), failed
 
     start = state, none_failed
@@ -275,7 +273,7 @@ def refresh_inverses(
 
 
 def refresh_group(
-    config: Config,
+    comm: CommContext,
     group: Group,
     state: KfacState,
     new: KfacState,
@@ -284,7 +282,7 @@ def refresh_group(
     """Refresh the inverses of a group.
 
     Args:
-      config: the fixed settings.
+      comm: how blocks are distributed over devices, and the communication between the devices.
       group: the group.
       state: the state before the refresh.
       new: the state with the groups that are already refreshed.
@@ -293,11 +291,10 @@ def refresh_group(
     Returns:
       `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
     """
-    comm = config.comm
     name = group.name
     block = state.blocks[name]
     old = part_of(new, comm, name, "preconditioner")
-    preconditioner = group.preconditioner_of(config.preconditioner)
+    preconditioner = group.preconditioner_of(state.settings.preconditioner)
     damping = state.observe_damping
     if not group.owned:
         damping = damping * state.unitwise_damping_scale

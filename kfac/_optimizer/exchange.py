@@ -22,8 +22,11 @@ from kfac._factors import per_block
 from kfac._leaves import leaves_by_path, map_by_path
 from kfac._linalg import finite
 from kfac._mesh import PyTree
-from kfac._optimizer.config import Config, Vectors
-from kfac._optimizer.state import KfacState, assignments_of
+from kfac._optimizer.options import Options
+from kfac._optimizer.state import KfacState, Settings, assignments_of
+
+# By group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`.
+Vectors = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +34,16 @@ class StepContext:
     """The settings, and the blocks that a device holds.
 
     Attributes:
-      config: the fixed settings.
+      settings: the layers and how their blocks are preconditioned.
+      options: the options of a step. `observe` reads none.
+      comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before the step or the `observe`.
     """
 
-    config: Config
+    settings: Settings
+    options: Options
+    comm: CommContext
     state: KfacState
-
-    @property
-    def comm(self) -> CommContext:
-        return self.config.comm
 
     @functools.cached_property
     def assignments(self) -> dict[str, BlockAssignment]:
@@ -54,7 +57,7 @@ class StepContext:
             name: self.comm.owns(assignment)
             for name, assignment in self.assignments.items()
         }
-        for group in self.config.shared:
+        for group in self.settings.shared:
             owns[group.name] = jnp.ones(group.size, bool)
         return owns
 
@@ -131,7 +134,7 @@ class WholeGradients(StepContext):
           The updates, averaged over devices, except for leaves that only owners precondition; the gradients as matrices
           `[k, d_in, d_out]` by group; and the squared norm of all devices' blocks.
         """
-        matrices = self.stack(leaves_by_path(updates.tree), self.config.groups)
+        matrices = self.stack(leaves_by_path(updates.tree), self.settings.groups)
         square = jnp.zeros((), jnp.float32)
         for x in matrices.values():
             square += jnp.sum(x * x)
@@ -153,11 +156,11 @@ class WholeGradients(StepContext):
         usable: Array,
     ) -> tuple[Gradients, Array]:
         """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
-        groups = self.config.groups
+        groups = self.settings.groups
         owned = {name: steps[name] for name in self.assignments}
         steps = steps | self.comm.gather(owned, self.assignments)
         starts = starts_of(groups)
-        if self.comm.alone and self.config.scaling.set_lengths:
+        if self.comm.alone and self.options.set_lengths:
             usable, steps, starts = lax.platform_dependent(
                 usable,
                 steps,
@@ -182,11 +185,11 @@ class LocalGradients(WholeGradients):
 
     def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
         leaves = leaves_by_path(updates.tree)
-        rest = {p: x for p, x in leaves.items() if p not in self.config.owned_paths}
+        rest = {p: x for p, x in leaves.items() if p not in self.settings.owned_paths}
         # A single message for the leaves that all devices precondition.
         leaves |= self.comm.mean(rest)
         tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
-        matrices = self.stack(leaves, self.config.groups)
+        matrices = self.stack(leaves, self.settings.groups)
         owned = {name: matrices[name] for name in self.assignments}
         matrices |= self.comm.means(owned, self.assignments)
         return Gradients(tree), matrices, self.total_product(matrices, matrices)
@@ -203,7 +206,7 @@ class SplitGradients(WholeGradients):
     """
 
     def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
-        matrices = self.receive_params(updates, self.config.groups)
+        matrices = self.receive_params(updates, self.settings.groups)
         return updates, matrices, self.total_product(matrices, matrices)
 
     def receive_params(
@@ -224,7 +227,7 @@ class SplitGradients(WholeGradients):
         steps: Vectors,
         usable: Array,
     ) -> tuple[Gradients, Array]:
-        shared = self.config.shared
+        shared = self.settings.shared
         tree, narrowed = _split(updates.tree, shared, steps, starts_of(shared))
         stacks = {}
         for name, old in updates.stacks.items():

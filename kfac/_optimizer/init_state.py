@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
+from kfac._distributed.comm import CommContext
 from kfac._distributed.owners import assign_blocks, group_costs
 from kfac._mesh import PyTree, as_varying, axis_size, varying_axes
-from kfac._optimizer.config import Config
 from kfac._optimizer.flat_state import closed
+from kfac._optimizer.options import Options
 from kfac._optimizer.state import (
     BlockState,
     FlatState,
@@ -29,39 +30,40 @@ COUNTS = ("inverse_age", "skipped_statistics", "failed_inversions", "skipped_ste
 
 
 def init_state(
-    config: Config,
     settings: Settings,
+    options: Options,
+    comm: CommContext,
     params: PyTree,
 ) -> KfacState:
     """Return the state before the first step."""
     leaves: dict[str, Array] = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     if jax.tree.leaves(params):
-        leaves = match_leaves(config.layers, params, "params")
+        leaves = match_leaves(settings.layers, params, "params")
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
-    owner_axes = config.comm.owner_axes
+    owner_axes = comm.owner_axes
     devices = axis_size(owner_axes) or 1
-    assignments = assign_blocks(group_costs(config.groups), devices)
+    assignments = assign_blocks(group_costs(settings.groups), devices)
     owned = {}
     shared = {}
     bases = {}
     members = {}
-    for group in config.groups:
+    for group in settings.groups:
         name = group.name
         size = group.size
         members[name] = {group.members: jnp.full((), size, jnp.int32)}
         if not group.owned:
-            shared[name] = init_blocks(config, group, size, dtype)
+            shared[name] = init_blocks(settings, options, group, size, dtype)
             continue
         assignment = assignments[name]
-        blocks = init_blocks(config, group, assignment.slots, dtype)
+        blocks = init_blocks(settings, options, group, assignment.slots, dtype)
         owned[name] = Owned(
             blocks, assignment, None if assignment.full else form_of(blocks)
         )
-        if devices > 1 and group.moments(config.preconditioner):
-            everywhere = init_preconditioner(config, group, size, dtype)
-            bases[name] = config.preconditioner.basis(everywhere)
+        if devices > 1 and group.moments(settings.preconditioner):
+            everywhere = init_preconditioner(settings, group, size, dtype)
+            bases[name] = settings.preconditioner.basis(everywhere)
     if axis_size(owner_axes) is not None:
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
         owned = as_varying(owned, varying_axes(lax.axis_index(owner_axes)))
@@ -91,25 +93,26 @@ def init_state(
         metrics=KfacMetrics(**metrics),
         settings=settings,
     )
-    return closed(state, config.comm)
+    return closed(state, comm)
 
 
 def init_blocks(
-    config: Config,
+    settings: Settings,
+    options: Options,
     group: Group,
     size: int,
     dtype: jnp.dtype,
 ) -> BlockState:
     """Return the state of `size` blocks of a group before the first step."""
     momentum = rate = None
-    if config.has_momentum(group):
+    if options.has_momentum(group):
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype)
-    if config.scaling.adaptive_layer_rates:
+    if options.adaptive_layer_rates:
         rate = jnp.ones(size, dtype)
     return BlockState(
         factors=group.zeros(size, dtype),
         weight=jnp.zeros(size, dtype),
-        preconditioner=init_preconditioner(config, group, size, dtype),
+        preconditioner=init_preconditioner(settings, group, size, dtype),
         condition=jnp.zeros(size, dtype),
         inverted=jnp.zeros(size, jnp.int32),
         momentum_state=MomentumState(momentum, rate),
@@ -117,15 +120,15 @@ def init_blocks(
 
 
 def init_preconditioner(
-    config: Config,
+    settings: Settings,
     group: Group,
     size: int,
     dtype: jnp.dtype,
 ) -> PreconditionerState:
     """Return the state of the inverse for `size` blocks of a group before the first refresh."""
-    preconditioner = group.preconditioner_of(config.preconditioner)
+    preconditioner = group.preconditioner_of(settings.preconditioner)
     state = preconditioner.init(
-        group.zeros(size, dtype, group.moments(config.preconditioner))
+        group.zeros(size, dtype, group.moments(settings.preconditioner))
     )
     for leaf in jax.tree.leaves(state):
         # Messages between devices would round integers.

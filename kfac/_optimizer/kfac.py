@@ -23,7 +23,8 @@ from kfac._curvature.soap import SOAP
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.assemble import assemble
-from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig
+from kfac._optimizer.options import Options
+from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 NATURAL_GRADIENT = (
     "kfac.natural_gradient (in train_step: optimizer=kfac.natural_gradient)"
@@ -146,25 +147,23 @@ def kfac(
     period = affordable(layers, preconditioner, overhead, one_in)
     if inverse_update_period is None:
         inverse_update_period = period
-    scaling = ScalingConfig(
+    # Adaptive rates follow the momentum, so it cannot be None.
+    check(momentum=momentum)
+    options = Options(
+        damping=preconditioner.default_damping if damping is None else damping,
+        statistics_period=period,
+        inverse_update_period=inverse_update_period,
+        preconditioner=dataclasses.replace(preconditioner, scale_damping=True),
+        distribution=distribution,
         learning_rate=learning_rate,
         momentum=momentum,
         nesterov=nesterov,
-        step_norm="spectral",
+        spectral=True,
         adaptive_layer_rates=adaptive_layer_rates,
-    )
-    check(momentum=momentum)
-    return assemble(
-        layers,
-        scaling,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
-        damping=preconditioner.default_damping if damping is None else damping,
-        preconditioner=dataclasses.replace(preconditioner, scale_damping=True),
-        distribution=distribution,
-        statistics_period=period,
-        inverse_update_period=inverse_update_period,
     )
+    return assemble(layers, options)
 
 
 def statistics_one_in(

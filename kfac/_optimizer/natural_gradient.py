@@ -14,7 +14,8 @@ from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.assemble import assemble
-from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig
+from kfac._optimizer.options import Options
+from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 
 @with_hints(HINTS | RENAMED)
@@ -110,7 +111,15 @@ def natural_gradient(
       https://arxiv.org/abs/1811.12019
     """
     check(lr_in_momentum=lr_in_momentum)
-    scaling = ScalingConfig(
+    options = Options(
+        damping=damping,
+        factor_ema_decay=factor_ema_decay,
+        statistics_period=statistics_period,
+        inverse_update_period=inverse_update_period,
+        interval_warmup_steps=interval_warmup_steps,
+        preconditioner=preconditioner,
+        unitwise_damping_scale=unitwise_damping_scale,
+        distribution=distribution,
         kl_clip=kl_clip,
         learning_rate=learning_rate,
         # Both forms are equal without momentum.
@@ -118,18 +127,7 @@ def natural_gradient(
         momentum=momentum,
         nesterov=nesterov,
         trust_ratio=trust_ratio,
-    )
-    return assemble(
-        layers,
-        scaling,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
-        preconditioner=preconditioner,
-        damping=damping,
-        factor_ema_decay=factor_ema_decay,
-        statistics_period=statistics_period,
-        inverse_update_period=inverse_update_period,
-        interval_warmup_steps=interval_warmup_steps,
-        unitwise_damping_scale=unitwise_damping_scale,
-        distribution=distribution,
     )
+    return assemble(layers, options)

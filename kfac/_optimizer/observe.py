@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from kfac._curvature.blocks import check_factors, group_layers
+from kfac._curvature.blocks import check_factors
 from kfac._factors import Factors
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
-from kfac._optimizer.config import Config
+from kfac._optimizer.options import Options
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
 from kfac._optimizer.state import (
@@ -104,8 +104,14 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
             check_factors(given, layers)
         jax.eval_shape(lambda x: check_factors(x, layers, preconditioner), factors)
     comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
-    config = Config(layers, group_layers(layers), preconditioner, comm)
     if mesh is None:
-        return observe_here(config, state, factors)
-    meshed = ShardedStep(config, mesh, assignments_of(state), param_specs_of(state))
+        return observe_here(comm, state, factors)
+    meshed = ShardedStep(
+        settings,
+        Options(),
+        comm,
+        mesh,
+        assignments_of(state),
+        param_specs_of(state),
+    )
     return meshed.observe(state, factors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -13,7 +14,6 @@ from jax import Array
 from jax.sharding import AxisType
 
 from kfac._checks import RENAMED, check_layers, with_hints
-from kfac._curvature.blocks import group_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.comm import CommContext, check_alike
@@ -21,7 +21,6 @@ from kfac._distributed.distribution import Distribution
 from kfac._factors import Factors
 from kfac._layers import Layers
 from kfac._mesh import PyTree, axis_names, device_axes, on_mesh, replicate, varying_axes
-from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.interval import Interval
@@ -37,7 +36,7 @@ from kfac._optimizer.state import (
     param_specs_of,
 )
 from kfac._optimizer.step import preconditioned_step
-from kfac._optimizer.step_scaling import ScalarOrSchedule, ScalingConfig, value_at
+from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 
 @with_hints(RENAMED)
@@ -107,41 +106,40 @@ def scale_by_kfac(
         state was made for another number of devices.
     """
     options = Options(
-        damping,
-        preconditioner,
-        distribution,
-        factor_ema_decay,
-        statistics_period,
-        inverse_update_period,
-        interval_warmup_steps,
-        unitwise_damping_scale,
+        damping=damping,
+        factor_ema_decay=factor_ema_decay,
+        statistics_period=statistics_period,
+        inverse_update_period=inverse_update_period,
+        interval_warmup_steps=interval_warmup_steps,
+        preconditioner=preconditioner,
+        unitwise_damping_scale=unitwise_damping_scale,
+        distribution=distribution,
     )
-    check_options(options, ScalingConfig())
-    return precondition_and_scale(layers, ScalingConfig(), options)
+    return precondition_and_scale(layers, options)
 
 
 def precondition_and_scale(
     layers: Layers,
-    scaling: ScalingConfig,
     options: Options,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `scale_by_kfac` followed by the stages in `scaling`, such as momentum, which work on stacks of blocks."""
+    """Return `scale_by_kfac` followed by the stages that work on stacks of blocks, such as momentum."""
+    check_options(options)
     check_layers(layers)
-    preconditioner = options.preconditioner
     distribution = options.distribution or Distribution()
-    config = Config(
-        layers, group_layers(layers), preconditioner, CommContext(), scaling
-    )
     period = options.inverse_update_period
     # Leave the refresh out of the program of `observe` if the period is known to be infinite.
     refreshes = not (isinstance(period, float) and period == math.inf)
     interval = Interval(options.statistics_period, options.interval_warmup_steps)
     known = all(isinstance(number, int) for number in interval)
     settings = Settings(
-        layers, preconditioner, distribution, refreshes, interval if known else None
+        layers,
+        options.preconditioner,
+        distribution,
+        refreshes,
+        interval if known else None,
     )
-    reads_params = any(map(scaling.needs_params, config.groups))
-    tx = Transformation(config, options, settings, reads_params)
+    reads_params = any(map(options.needs_params, settings.groups))
+    tx = Transformation(options, settings, reads_params)
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
@@ -150,14 +148,12 @@ class Transformation:
     """The methods of `precondition_and_scale`.
 
     Attributes:
-      config: the fixed settings. Each call replaces the `comm`.
-      options: the preconditioner's options.
-      settings: the settings for the state.
+      options: the optimizer's options.
+      settings: the layers and how their blocks are preconditioned.
       reads_params: whether the step lengths depend on the parameters.
       told: not empty if the user was warned about old statistics.
     """
 
-    config: Config
     options: Options
     settings: Settings
     reads_params: bool
@@ -165,11 +161,11 @@ class Transformation:
 
     def init(self, params: PyTree) -> KfacState:
         comm, mesh = self.settings.distribution.comm(params, sharded=True)
-        config = dataclasses.replace(self.config, comm=comm)
         check_alike(params)
         if mesh is None:
-            return self.prepared(init_state(config, self.settings, params))
-        state = init_over_mesh(config, self.settings, mesh, params)
+            state = init_state(self.settings, self.options, comm, params)
+            return self.prepared(state)
+        state = init_over_mesh(self.settings, self.options, comm, mesh, params)
         return replicate(self.prepared(state), mesh)
 
     @on_mesh
@@ -187,7 +183,7 @@ class Transformation:
         if "factors" in extra:
             raise TypeError(f"update takes no factors: call {HOW_TO_OBSERVE} before it")
         # Check before the gradients are stacked by owner.
-        check_groups(self.config.groups, state)
+        check_groups(self.settings.groups, state)
         if self.reads_params and params is None:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
@@ -200,15 +196,13 @@ class Transformation:
             axes = axis_names(distribution.axis) or device_axes()
             averaged = varying_axes(updates).intersection(axes)
             updates = CommContext(tuple(sorted(averaged))).mean(updates)
-        config = dataclasses.replace(self.config, comm=comm)
-        damping = value_at(self.options.damping, state.count)
-        now = config.scaling.at(state.count, damping)
+        now = self.options.at(state.count)
         if not self.told and is_overdue(state, self.options.statistics_period):
             self.told.append(True)
             warnings.warn(OVERDUE, stacklevel=2)
-        match_leaves(config.layers, updates, "updates")
+        match_leaves(self.settings.layers, updates, "updates")
         if self.reads_params:
-            match_leaves(config.layers, params, "params")
+            match_leaves(self.settings.layers, params, "params")
         else:
             params = None
         if mesh is not None:
@@ -217,13 +211,19 @@ class Transformation:
             )
             types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
             param_specs = {} if types_tell else param_specs_of(state)
-            meshed = ShardedStep(config, mesh, assignments_of(state), param_specs)
+            meshed = ShardedStep(
+                self.settings,
+                self.options,
+                comm,
+                mesh,
+                assignments_of(state),
+                param_specs,
+            )
             updates, state = meshed.step(updates, params, state, now)
             return updates, self.prepared(state)
-        exchange = LocalGradients if varying_axes(updates) else WholeGradients
+        form = LocalGradients if varying_axes(updates) else WholeGradients
         steps, state = preconditioned_step(
-            exchange,
-            config,
+            functools.partial(form, self.settings, self.options, comm),
             Gradients(updates),
             Gradients(params),
             state,

@@ -34,7 +34,6 @@ from kfac._optimizer.averages import (
     stack_gradients,
     stack_packed,
 )
-from kfac._optimizer.config import Config
 from kfac._optimizer.exchange import (
     Gradients,
     SplitGradients,
@@ -43,6 +42,7 @@ from kfac._optimizer.exchange import (
     starts_of,
 )
 from kfac._optimizer.init_state import init_state
+from kfac._optimizer.options import Options
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import KfacState, Settings, devices_of
 from kfac._optimizer.step import preconditioned_step
@@ -54,14 +54,18 @@ class ShardedStep:
     """The step and `observe` over a mesh.
 
     Attributes:
-      config: the fixed settings of a step.
+      settings: the layers and how their blocks are preconditioned.
+      options: the options of a step. `observe` reads none.
+      comm: how blocks are distributed over devices, and the communication between the devices.
       mesh: the mesh.
       assignments: how each group's blocks are assigned to devices.
       param_specs: the `PartitionSpec`s of leaves by path, on automatic axes, where the leaves' types do not contain
         them.
     """
 
-    config: Config
+    settings: Settings
+    options: Options
+    comm: CommContext
     mesh: Mesh | AbstractMesh
     assignments: dict[str, BlockAssignment]
     param_specs: dict[str, PartitionSpec]
@@ -69,7 +73,7 @@ class ShardedStep:
     @property
     def owner_axes(self) -> tuple[str, ...]:
         """The axes over which blocks are dealt."""
-        return self.config.comm.owner_axes
+        return self.comm.owner_axes
 
     def step(
         self,
@@ -90,7 +94,8 @@ class ShardedStep:
           The steps and the state after the step. The steps keep the shardings of `updates` on explicit axes.
         """
         split = self.is_split(updates)
-        exchange = SplitGradients if split else WholeGradients
+        form = SplitGradients if split else WholeGradients
+        exchange = functools.partial(form, self.settings, self.options, self.comm)
 
         def lay_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree))
@@ -98,7 +103,7 @@ class ShardedStep:
         specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
         states = state_spec(self.owner_axes)
         step = jax.shard_map(
-            functools.partial(preconditioned_step, exchange, self.config),
+            functools.partial(preconditioned_step, exchange),
             mesh=self.mesh,
             in_specs=(specs, specs, states, PartitionSpec()),
             out_specs=(specs, states),
@@ -120,12 +125,12 @@ class ShardedStep:
         stacks = None
         if factors is not None:
             specs = BatchStacks({}, {})
-            for group in self.config.groups:
+            for group in self.settings.groups:
                 field = specs.statistics if group.captured else specs.gradients
                 field[group.name] = over if group.owned else everywhere
             stacks = with_auto_axes(self.statistics_to_owners, specs)(state, factors)
         observe = jax.shard_map(
-            functools.partial(observe_here, self.config),
+            functools.partial(observe_here, self.comm),
             mesh=self.mesh,
             in_specs=(states, specs),
             out_specs=states,
@@ -135,7 +140,7 @@ class ShardedStep:
     def owned(self, tree: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
         leaves = leaves_by_path(tree)
-        return {p: leaf for p, leaf in leaves.items() if p in self.config.owned_paths}
+        return {p: leaf for p, leaf in leaves.items() if p in self.settings.owned_paths}
 
     def is_split(self, updates: PyTree) -> bool:
         """Return whether each gradient is sent to its owner only, instead of being replicated.
@@ -147,7 +152,7 @@ class ShardedStep:
         if len({kinds[name] for name in self.owner_axes}) != 1:
             return False
         leaves = self.owned(updates)
-        parts = [part for group in self.config.owned for part in group.by_leaf]
+        parts = [part for group in self.settings.owned for part in group.by_leaf]
         if any(len(_dtypes(part, leaves)) > 1 for part in parts):
             return False
         for path, leaf in leaves.items():
@@ -161,8 +166,9 @@ class ShardedStep:
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
         """
         leaves = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
-        gradients = stack_gradients(StepContext(self.config, state), leaves)
-        statistics = stack_packed(self.config, factors)
+        context = StepContext(self.settings, self.options, self.comm, state)
+        gradients = stack_gradients(context, leaves)
+        statistics = stack_packed(self.settings, factors)
         for name, assignment in self.assignments.items():
             if name in statistics:
                 statistics[name] = self.over_owners(statistics[name], assignment)
@@ -182,7 +188,7 @@ class ShardedStep:
         owned = self.owned(tree)
 
         def rest(path, leaf):
-            if path in self.config.layers.skipped_paths:
+            if path in self.settings.layers.skipped_paths:
                 return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
             return optax.MaskedNode() if path in owned else leaf
 
@@ -196,7 +202,7 @@ class ShardedStep:
             return self.lying(matrix, None, *self.across(layer))
 
         stacks: dict[str, list[Array]] = {}
-        for group in self.config.owned:
+        for group in self.settings.owned:
             stacks[group.name] = []
             for part in group.by_leaf:
                 dtype = jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))
@@ -220,7 +226,7 @@ class ShardedStep:
         rest = leaves_by_path(new.tree)
 
         def back(path, leaf):
-            if path in self.config.layers.skipped_paths:
+            if path in self.settings.layers.skipped_paths:
                 return leaf
             leaf = dealt[path] if path in dealt else reshard_like(rest[path], leaf)
             return self.like_param(path, leaf)
@@ -234,7 +240,7 @@ class ShardedStep:
     ) -> dict[str, Array]:
         """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
         leaves: dict[str, Array] = {}
-        for group in self.config.owned:
+        for group in self.settings.owned:
             d_out, d_in = self.across(group.layers[0])
             places = self.assignments[group.name].block_to_slot
             for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
@@ -298,20 +304,21 @@ def mesh_to_open(
 
 
 def init_over_mesh(
-    config: Config,
     settings: Settings,
+    options: Options,
+    comm: CommContext,
     mesh: Mesh | AbstractMesh,
     params: PyTree,
 ) -> KfacState:
     """Return the state before the first step, on a mesh."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    param_specs = find_param_specs(params) or config.layers.param_specs
+    param_specs = find_param_specs(params) or settings.layers.param_specs
     settings = dataclasses.replace(settings, param_specs=param_specs)
     init = jax.shard_map(
-        lambda: init_state(config, settings, shapes),
+        lambda: init_state(settings, options, comm, shapes),
         mesh=mesh,
         in_specs=(),
-        out_specs=state_spec(config.comm.owner_axes),
+        out_specs=state_spec(comm.owner_axes),
     )
     state: KfacState = jax.jit(init)()
     leaves = jax.tree.leaves(params)

@@ -21,8 +21,8 @@ from kfac._factors import Block
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
 from kfac._mesh import PyTree
-from kfac._optimizer.config import Config
 from kfac._optimizer.interval import Interval
+from kfac._optimizer.options import Options
 from kfac._optimizer.step_scaling import MomentumState
 
 Node = TypeVar("Node", bound=tuple)
@@ -129,7 +129,7 @@ class Owned:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The optimizer's settings that `observe` needs. They contain no arrays and no schedules.
+    """The layers, and how their blocks are preconditioned. This contains no arrays and no schedules.
 
     Attributes:
       layers: the layers.
@@ -147,6 +147,27 @@ class Settings:
     refreshes: bool
     interval: Interval | None = None
     param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The layers' groups of equal block shape."""
+        return group_layers(self.layers)
+
+    @property
+    def owned(self) -> tuple[Group, ...]:
+        """The groups whose blocks have owners."""
+        return tuple(group for group in self.groups if group.owned)
+
+    @property
+    def shared(self) -> tuple[Group, ...]:
+        """The groups whose blocks all devices hold."""
+        return tuple(group for group in self.groups if not group.owned)
+
+    @functools.cached_property
+    def owned_paths(self) -> frozenset[str]:
+        """The paths of the leaves whose blocks have owners."""
+        layers = [layer for group in self.owned for layer in group.layers]
+        return frozenset(path for layer in layers for path in layer.params)
 
     def __hash__(self) -> int:
         return self._hash
@@ -405,21 +426,25 @@ def blocks_of(
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def check_state(config: Config, state: KfacState) -> None:
+def check_state(
+    settings: Settings,
+    options: Options,
+    devices: int,
+    state: KfacState,
+) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
-    check_blocks(state, config.comm.devices)
-    # `kfac.kfac` may have chosen the inverse from the layers.
-    if state.owned and state.settings.preconditioner != config.preconditioner:
+    check_blocks(state, devices)
+    if state.owned and state.settings.preconditioner != settings.preconditioner:
         raise ValueError(
-            f"preconditioner={config.preconditioner!r}, but the optimizer state is one for "
+            f"preconditioner={settings.preconditioner!r}, but the optimizer state is one for "
             f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
-    adaptive = config.scaling.adaptive_layer_rates
+    adaptive = options.adaptive_layer_rates
     blocks = {name: owned.shapes for name, owned in state.owned.items()} | state.shared
-    for group in config.groups:
+    for group in settings.groups:
         momentum, rate = blocks[group.name].momentum_state
         for option, expected, array in (
-            ("momentum", config.has_momentum(group), momentum),
+            ("momentum", options.has_momentum(group), momentum),
             ("adaptive_layer_rates", adaptive, rate),
         ):
             if expected != (array is not None):

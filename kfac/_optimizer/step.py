@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +19,10 @@ from kfac._curvature.preconditioner import Momentum
 from kfac._factors import per_block
 from kfac._leaves import leaves_by_path
 from kfac._linalg import cosine
-from kfac._optimizer.config import Config, Vectors
 from kfac._optimizer.exchange import (
     Gradients,
     StepContext,
+    Vectors,
     WholeGradients,
     all_finite,
     join,
@@ -45,8 +46,7 @@ from kfac._optimizer.step_scaling import (
 
 
 def preconditioned_step(
-    exchange: type[WholeGradients],
-    config: Config,
+    exchange: Callable[[KfacState], WholeGradients],
     updates: Gradients,
     params: Gradients,
     state: KfacState,
@@ -55,8 +55,7 @@ def preconditioned_step(
     """Precondition the gradients and turn them into updates.
 
     Args:
-      exchange: the form of the gradients.
-      config: the fixed settings.
+      exchange: returns a `StepContext` for the form of the gradients.
       updates: the gradients.
       params: the parameters, or empty if the step lengths do not depend on them.
       state: the state before the step.
@@ -65,19 +64,21 @@ def preconditioned_step(
     Returns:
       The updates in the form of the gradients, and the state after the step.
     """
-    check_state(config, state)
-    config.comm.check("updates", updates.tree)
-    device = exchange(config, state)
+    device = exchange(state)
+    check_state(device.settings, device.options, device.comm.devices, state)
+    device.comm.check("updates", updates.tree)
     updates, gradients, square = device.receive(updates)
     leaves = leaves_by_path(updates.tree)
-    skipped = [x for p, x in leaves.items() if p in config.layers.skipped_paths]
+    skipped = [
+        x for p, x in leaves.items() if p in device.settings.layers.skipped_paths
+    ]
     # All devices have to agree before the next stages, which contain collectives.
-    usable = config.comm.agree(all_finite(skipped, jnp.isfinite(square)))
+    usable = device.comm.agree(all_finite(skipped, jnp.isfinite(square)))
     directions, advanced, angles = precondition(device, now, gradients)
     norms = square, *device.products(directions, directions)
     steps, scale = clip(device, now, directions, gradients)
     steps, motions = add_momentum(device, now, steps, gradients, angles)
-    if config.scaling.set_lengths:
+    if device.options.set_lengths:
         steps = set_lengths(device, now, steps, gradients, params)
     for name, motion in motions.items():
         if motion.rate is not None:
@@ -108,16 +109,16 @@ def precondition(
       (`owns_momentum`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
       step's directions.
     """
-    config = device.config
+    settings = device.settings
     state = device.state
-    momentum = Momentum(now.momentum, config.scaling.nesterov)
+    momentum = Momentum(now.momentum, device.options.nesterov)
     result = {}
     advanced = {}
     angles = {}
-    for group in config.groups:
+    for group in settings.groups:
         name = group.name
-        preconditioner = group.preconditioner_of(config.preconditioner)
-        preconditioner_state = part_of(state, config.comm, name, "preconditioner")
+        preconditioner = group.preconditioner_of(settings.preconditioner)
+        preconditioner_state = part_of(state, device.comm, name, "preconditioner")
         ready = state.blocks[name].condition > 0
         gradient = gradients[name]
         if preconditioner.owns_momentum:
@@ -157,7 +158,7 @@ def clip(
         scale = jnp.sqrt(now.limit / jnp.where(length > 0, length, 1))
         scale = jnp.where(length > now.limit, scale, 1.0)
         steps = {name: scale.astype(x.dtype) * x for name, x in steps.items()}
-    if device.config.scaling.lr_in_momentum:
+    if device.options.lr_in_momentum:
         steps = {name: -now.rate.astype(x.dtype) * x for name, x in steps.items()}
     return steps, scale
 
@@ -171,7 +172,7 @@ def add_momentum(
 ) -> tuple[Vectors, dict[str, MomentumState]]:
     """Return the steps with momentum, and the momenta and adaptive rates after the step."""
     state = device.state
-    momentum = Momentum(now.momentum, device.config.scaling.nesterov)
+    momentum = Momentum(now.momentum, device.options.nesterov)
     last, highest = state.learning_rates
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     steps = dict(steps)
@@ -195,16 +196,16 @@ def set_lengths(
     params: Gradients,
 ) -> Vectors:
     """Rescale the steps, see `normalize_step`."""
-    config = device.config
-    need_params = [x for x in config.groups if config.scaling.needs_params(x)]
+    groups = device.settings.groups
+    need_params = [x for x in groups if device.options.needs_params(x)]
     weights = device.receive_params(params, need_params)
     owned: dict[str, Stack] = {}
     shared: dict[str, Stack] = {}
-    for group in config.groups:
+    for group in groups:
         name = group.name
         # Groups without owners have the same values on all devices. Joined with owned groups, whose values vary over
         # devices, their results would be marked as varying as well.
-        apart = not group.owned and not config.comm.alone
+        apart = not group.owned and not device.comm.alone
         stacks = shared if apart else owned
         stacks[name] = build_stack(
             device,
@@ -224,7 +225,7 @@ def multiply(device: StepContext, steps: Vectors) -> Vectors:
     would shorten all other layers in return.
     """
     steps = dict(steps)
-    for group in device.config.groups:
+    for group in device.settings.groups:
         factors = group.multipliers
         if np.all(factors == 1):
             continue
@@ -244,7 +245,7 @@ def build_stack(
 ) -> Stack:
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
-    kernels = find_kernels(group, device.config.scaling)
+    kernels = find_kernels(group, device.options.spectral)
     if all(np.all(x == x[0]) for x in kernels):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
     else:

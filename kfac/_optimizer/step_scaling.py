@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,66 +22,6 @@ ScalarOrSchedule = float | Array | Callable[[Array], ArrayLike]
 def value_at(scalar: ScalarOrSchedule, count: Array) -> Array:
     """Return a scalar, or the value of a schedule at step `count`, as float32."""
     return jnp.asarray(scalar(count) if callable(scalar) else scalar, jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScalingConfig:
-    """The settings of the stages that follow the preconditioner, in their order. With the defaults there are no stages.
-
-    Attributes:
-      kl_clip: the constraint of the KL clip.
-      learning_rate: the learning rate for the KL clip, for `lr_in_momentum` and for adaptive rates. The optimizer
-        applies the learning rate after these stages, unless `lr_in_momentum` is true.
-      lr_in_momentum: whether the negative learning rate multiplies the steps before the momentum.
-      momentum: the decay of the momentum. An inverse with `owns_momentum` applies it before it preconditions.
-      nesterov: whether to use Nesterov momentum.
-      step_norm: see `kfac.kfac`.
-      trust_ratio: see `kfac.kfac`.
-      adaptive_layer_rates: whether each block adapts its own multiplier of the learning rate.
-    """
-
-    kl_clip: ScalarOrSchedule | None = None
-    learning_rate: ScalarOrSchedule = 0.0
-    lr_in_momentum: bool = False
-    momentum: ScalarOrSchedule | None = None
-    nesterov: bool = False
-    step_norm: Literal["spectral"] | None = None
-    trust_ratio: ScalarOrSchedule | None = None
-    adaptive_layer_rates: bool = False
-
-    @property
-    def set_lengths(self) -> bool:
-        """Whether `step_norm` or `trust_ratio` rescales the steps."""
-        return self.step_norm is not None or self.trust_ratio is not None
-
-    def at(self, count: Array, damping: Array) -> StepScalars:
-        """Return the scalars of step `count`."""
-
-        def optional(scalar: ScalarOrSchedule | None) -> Array | None:
-            return None if scalar is None else value_at(scalar, count)
-
-        return StepScalars(
-            damping=damping,
-            limit=optional(self.kl_clip),
-            rate=value_at(self.learning_rate, count),
-            momentum=value_at(0.0 if self.momentum is None else self.momentum, count),
-            coefficient=optional(self.trust_ratio),
-        )
-
-    def needs_params(self, group: Group) -> bool:
-        """Return whether the step lengths of a group depend on its parameters."""
-        return self.set_lengths and bool(np.any(find_kernels(group, self).size))
-
-    def length(self, layer: Layer, kernel: bool) -> float:
-        """Return the length of a layer's step at a learning rate of 1, before the layer's multiplier.
-
-        The length is the spectral norm for a kernel, and the root mean square otherwise.
-        """
-        length = layer.overlap**0.5
-        if not kernel:
-            return length * BESIDE_KERNELS
-        d_in = layer.layouts[0].size("in")
-        return length * max(1.0, layer.d_out / d_in) ** 0.5
 
 
 class MomentumState(NamedTuple):
@@ -170,7 +109,7 @@ class Kernels(NamedTuple):
       size: the whole kernel's number of elements, also if the block is a piece of the kernel; 0 if the block belongs
         to no kernel.
       rows: the number of rows in the block that belong to the kernel. The rows of a bias and of padding follow.
-      length: the target length of the step; see `ScalingConfig.length`.
+      length: the target length of the step; see `step_length`.
     """
 
     size: Any
@@ -178,12 +117,31 @@ class Kernels(NamedTuple):
     length: Any
 
 
-def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
-    """Return the `Kernels` of a group's blocks, as NumPy arrays."""
+def step_length(layer: Layer, kernel: bool) -> float:
+    """Return the length of a layer's step at a learning rate of 1, before the layer's multiplier.
+
+    The length is the spectral norm for a kernel, and the root mean square otherwise.
+    """
+    length = layer.overlap**0.5
+    if not kernel:
+        return length * BESIDE_KERNELS
+    d_in = layer.layouts[0].size("in")
+    return length * max(1.0, layer.d_out / d_in) ** 0.5
+
+
+def find_kernels(
+    group: Group,
+    spectral: bool,
+) -> Kernels:
+    """Return the `Kernels` of a group's blocks, as NumPy arrays.
+
+    Args:
+      group: the group.
+      spectral: whether steps have a set spectral norm. Then the rows of a table are scaled like vectors.
+    """
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
-        # The rows of a table are scaled like vectors.
-        is_table = scaling.step_norm is not None and layer.kind == "embedding"
+        is_table = spectral and layer.kind == "embedding"
         is_kernel = group.owned and not is_table
         kernel_rows = layer.layouts[0].size("in")
         pieces = layer.num_blocks[0]
@@ -191,7 +149,7 @@ def find_kernels(group: Group, scaling: ScalingConfig) -> Kernels:
         starts = rows_per_piece * np.arange(pieces)
         rows = np.clip(kernel_rows - starts, 0, rows_per_piece)
         size = np.full(count, kernel_rows * layer.d_out if is_kernel else 0)
-        length = np.full(count, scaling.length(layer, is_kernel))
+        length = np.full(count, step_length(layer, is_kernel))
         parts.append(Kernels(size, np.resize(rows, count), length))
     return Kernels(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -316,7 +274,7 @@ class BlockSums(NamedTuple):
       gg: `sum g^2`; 0 in stacks without kernels.
       moving: the number of nonzero `u`.
       size: the whole kernel's number of elements; 0 if the block is not a kernel.
-      length: the target length of the step, see `ScalingConfig.length`; 0 if all `g` are zero.
+      length: the target length of the step, see `step_length`; 0 if all `g` are zero.
     """
 
     uu: Array

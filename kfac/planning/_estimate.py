@@ -40,11 +40,10 @@ from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
-from kfac._optimizer.config import Config
 from kfac._optimizer.kfac import statistics_one_in
+from kfac._optimizer.options import Options
 from kfac._optimizer.sharded_step import init_over_mesh
 from kfac._optimizer.state import Settings
-from kfac._optimizer.step_scaling import ScalingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,9 +362,8 @@ def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
     """Return the bytes of a device's state, with momentum."""
     mesh = AbstractMesh((blocks.devices,), ("devices",))
     comm = CommContext(("devices",), ("devices",))
-    scaling = ScalingConfig(momentum=0.9)
-    config = Config(layers, blocks.groups, blocks.preconditioner, comm, scaling)
+    options = Options(preconditioner=blocks.preconditioner, momentum=0.9)
     settings = Settings(layers, blocks.preconditioner, Distribution(), True)
-    state = jax.eval_shape(lambda: init_over_mesh(config, settings, mesh, {}))
+    state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
     own = _count_bytes((state.owned, state.flat_state))
     return own // blocks.devices + _count_bytes((state.shared, state.bases))
