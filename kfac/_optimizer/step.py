@@ -304,7 +304,7 @@ def measure(
         ready = block.condition > 0
         condition = None
         if name in advanced:
-            preconditioner = device.config.preconditioner
+            preconditioner = device.settings.preconditioner
             condition = preconditioner.applied_condition(advanced[name], now.damping)
         if condition is None:
             condition = block.condition
