@@ -40,7 +40,6 @@ _os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kfac import curvature, planning, schedules, state, types
 from kfac._capture.find_layers import find_layers
-from kfac._capture.microbatch import microbatch
 from kfac._capture.outputs import mark_output
 from kfac._capture.value_and_grad import statistics, value_and_grad
 from kfac._checks import former_names as _former_names
@@ -52,6 +51,7 @@ from kfac._curvature.soap import SOAP
 from kfac._distributed.distribution import Distribution
 from kfac._factors import Factors
 from kfac._layers import Layers, UnsupportedLayerError
+from kfac._microbatch import microbatch
 from kfac._optimizer.adaptive_damping import adaptive_damping
 from kfac._optimizer.diagnostics import diagnostics, statistics_due
 from kfac._optimizer.gauss_newton import gauss_newton

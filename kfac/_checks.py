@@ -213,7 +213,7 @@ RENAMED = {
     "refresh_warmup": "interval_warmup_steps=",
     "skip": 'rules={pattern: "skip"} of find_layers',
     "statistics_every": "statistics_period=",
-    "subsample": "statistics_fraction=, 1/4 for every fourth example",
+    "subsample": "fraction= of kfac.statistics (in train_step: statistics_fraction=)",
     "unitwise_damping": "unitwise_damping_scale=",
 }
 

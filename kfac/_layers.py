@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ KRONECKER_KINDS = ("dense", "conv", "embedding")
 # Factors with more rows than the default bound become diagonal blocks, and vocabularies become diagonal.
 MAX_DIM = 8192
 VOCABULARY = 30_000
+# Attributes of `Layers` in version 0.4, with the present ones.
+FORMER = {
+    "blocks": "layers",
+    "gradient_factors": "rules",
+    "kfac_reduce": "rules",
+    "skip": "rules",
+    "with_blocks": "preconditioned",
+}
 UNREACHED = "no gradient reaches it"
 
 
@@ -95,9 +103,9 @@ class Layer:
     diagonal: tuple[str, ...] = ()
     num_blocks: tuple[int, int] = (1, 1)
     weight_sharing: str = "expand"
-    has_example_gradients: bool = _not_compared(False)
+    has_example_gradients: bool = False
     note: str = _not_compared("")
-    positions: int | None = _not_compared(None)
+    positions: int | None = None
     uses: int = _not_compared(1)
     order: int = _not_compared(0)
     overlap: float = 1.0
@@ -258,35 +266,44 @@ class Layers(Sequence[Layer]):
 
         print(kfac.find_layers(loss_fn, params, batch)["hidden"].kind)
 
-    Comparison and hash ignore the attributes from `structure` on, so layers found with different batches are equal.
+    Layers are static arguments of jitted functions, so comparison and hash cover all attributes that statistics or an
+    optimizer depend on. Layers found with different numbers of examples are different.
 
     Attributes:
-      blocks: the layers, in the order of their first parameter leaf.
+      layers: the layers, in the order of their first parameter leaf.
       paths: the path of every parameter leaf, in the order of `jax.tree.leaves(params)`.
       rules: the `rules=` of `find_layers`, as pairs of a pattern and a value.
       max_factor_dim: the `max_factor_dim=` bound of `find_layers`.
       structure: the parameters' tree structure.
-      num_examples: the number of examples in the traced batch. None if unknown, and `"auto"` intervals are then 1.
+      num_examples: the number of examples in the traced batch. None if unknown; `kfac.kfac` then does not know the cost
+        of statistics.
       batch_argnums: the arguments of the loss that hold the examples.
-      shared: paths of the leaves in these arguments that all examples share.
-      unknown_batch_reason: the reason if the examples are unknown, otherwise empty.
-      unclear: the error message of `value_and_grad` if the number of examples is unclear, otherwise empty.
       dtype: the dtype in which statistics are summed: float64 if any parameter is float64, otherwise float32.
       param_specs: path and `PartitionSpec` of each parameter, if any parameter was split over a mesh.
     """
 
-    blocks: tuple[Layer, ...]
+    layers: tuple[Layer, ...]
     paths: tuple[str, ...]
     rules: Rules = ()
     max_factor_dim: int | None = None
     structure: Any = dataclasses.field(default=None, compare=False)
-    num_examples: int | None = _not_compared(None)
-    batch_argnums: tuple[int | str, ...] = _not_compared(())
-    shared: tuple[str, ...] = _not_compared(())
-    unknown_batch_reason: str = _not_compared("")
-    unclear: str = _not_compared("")
-    dtype: str = _not_compared("float32")
+    num_examples: int | None = None
+    batch_argnums: tuple[int | str, ...] = ()
+    # Names of the arrays in these arguments that all examples share, as in `Batch.shared`.
+    _shared_arrays: tuple[str, ...] = ()
+    # The reason if the examples are unknown, otherwise empty.
+    _unknown_batch_reason: str = _not_compared("")
+    # The error message of `value_and_grad` if the number of examples is unclear, otherwise empty.
+    _unclear: str = _not_compared("")
+    dtype: str = "float32"
     param_specs: tuple[tuple[str, PartitionSpec], ...] = _not_compared(())
+
+    if not TYPE_CHECKING:  # so that mypy still finds misspelt attributes
+
+        def __getattr__(self, name):
+            if name in FORMER:
+                raise AttributeError(f"Layers.{name} is now Layers.{FORMER[name]}")
+            raise AttributeError(f"'Layers' object has no attribute {name!r}")
 
     @overload
     def __getitem__(self, index: int | str) -> Layer: ...
@@ -294,38 +311,38 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, str):
-            for layer in self.blocks:
+            for layer in self.layers:
                 if layer.name == index:
                     return layer
-            names = [layer.name for layer in self.blocks]
+            names = [layer.name for layer in self.layers]
             raise KeyError(f"no layer {index!r}; the layers are {names}")
-        return self.blocks[index]
+        return self.layers[index]
 
     def __contains__(self, item: object) -> bool:
-        return any(item in (layer, layer.name) for layer in self.blocks)
+        return any(item in (layer, layer.name) for layer in self.layers)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.layers)
 
     @property
     def with_factors(self) -> tuple[Layer, ...]:
         """The layers in a `Factors`, which are all except skipped layers and layers with gradient factors."""
-        return tuple(layer for layer in self.blocks if layer.captured)
+        return tuple(layer for layer in self.layers if layer.captured)
 
     @property
     def with_gradient_factors(self) -> tuple[Layer, ...]:
         """The layers with gradient factors, which the optimizer forms from averaged gradients."""
-        return tuple(layer for layer in self.with_blocks if not layer.captured)
+        return tuple(layer for layer in self.preconditioned if not layer.captured)
 
     @property
-    def with_blocks(self) -> tuple[Layer, ...]:
+    def preconditioned(self) -> tuple[Layer, ...]:
         """The layers that are preconditioned, which are all except skipped layers."""
-        return tuple(layer for layer in self.blocks if layer.kind != "skipped")
+        return tuple(layer for layer in self.layers if layer.kind != "skipped")
 
     @functools.cached_property
     def skipped_paths(self) -> frozenset[str]:
         """Paths of the skipped layers' leaves."""
-        skipped = [layer.params for layer in self.blocks if layer.kind == "skipped"]
+        skipped = [layer.params for layer in self.layers if layer.kind == "skipped"]
         return frozenset().union(*skipped)
 
     def __repr__(self) -> str:
@@ -357,11 +374,11 @@ def _table(layers: Layers) -> str:
         arguments = [f"argument {key!r}" for key in layers.batch_argnums]
         summary += f" in {' and '.join(arguments)}"
     lines.append(summary)
-    if layers.shared:
-        lines.append(f"shared by all examples: {', '.join(layers.shared)}")
-    if layers.unknown_batch_reason:
+    if layers._shared_arrays:
+        lines.append(f"shared by all examples: {', '.join(layers._shared_arrays)}")
+    if layers._unknown_batch_reason:
         lines.append(
-            f"the examples are not known: {layers.unknown_batch_reason}. Vectors have the gradient's own "
+            f"the examples are not known: {layers._unknown_batch_reason}. Vectors have the gradient's own "
             "diagonal; value_and_grad needs num_examples=, or an output marked with kfac.mark_output"
         )
     return "\n".join(lines)

@@ -42,7 +42,7 @@ def diagonal_blocks(whole: Any, layers: kfac.Layers, params: Any) -> dict[str, j
         leaves[path] = jnp.arange(start, start + leaf.size).reshape(leaf.shape)
         start += leaf.size
     blocks = {}
-    for layer in layers.with_blocks:
+    for layer in layers.preconditioned:
         matrix = layer.to_matrix([leaves[path] for path in layer.params])
         places = matrix.swapaxes(-1, -2).reshape(layer.copies, -1)
         block = jnp.asarray(whole)[places[:, :, None], places[:, None, :]]

@@ -25,6 +25,7 @@ ROOMS = (
     ("_layers", "_leaves", "_factors", "_packing", "_mesh", "_linalg", "_checks"),
     ("_statistics",),
     ("_capture",),
+    ("_microbatch",),
     ("_curvature",),
     ("_distributed",),
     ("_optimizer",),

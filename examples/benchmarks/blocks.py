@@ -47,13 +47,13 @@ def loss_fn(params, x):
 def train(images, max_factor_dim, rate, steps, batch, seed):
     """Return each batch's loss, the final loss on all images, and the state's size in bytes."""
     rates = optax.linear_schedule(rate, 0.0, steps)
-    step = kfac.train_step(loss_fn, rates, max_factor_dim=max_factor_dim)
     params, rng, losses = initial(seed), np.random.default_rng(seed), []
+    layers = kfac.find_layers(loss_fn, params, images[:batch], max_factor_dim=max_factor_dim)
+    step = kfac.train_step(loss_fn, rates, layers=layers)
     state = step.init(params, images[:batch])
     for _ in range(steps):
         params, state, loss = step(params, state, images[rng.choice(len(images), batch, replace=False)])
         losses.append(float(loss))
-    layers = kfac.find_layers(loss_fn, params, images[:batch], max_factor_dim=max_factor_dim)
     memory = kfac.planning.estimate(layers, devices=1).memory["state"]
     return losses, float(jax.jit(loss_fn)(params, images)), memory
 

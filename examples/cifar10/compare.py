@@ -129,7 +129,7 @@ class Programs:
         if options.method == "kfac":
             whole = batch(options.batch)
             layers = kfac.find_layers(loss_fn, params, averages, *whole, has_aux=True, batch_argnums=(2, 3))
-            tx = kfac.kfac(rate, layers, statistics_fraction=1 / SHARE, weight_decay=options.weight_decay)
+            tx = kfac.kfac(rate, layers, weight_decay=options.weight_decay)
         else:
             settings = {**SETTINGS, "vectors": VECTORS[options.method]}
             if options.weight_decay is not None:
@@ -169,7 +169,7 @@ class Programs:
         self.statistics = None
         if layers is not None:
             # These parts are as large as in a step.
-            measure = kfac.statistics(loss_fn, layers, has_aux=True)
+            measure = kfac.statistics(loss_fn, layers, fraction=1, has_aux=True)
             self.statistics, factors = in_parts(measure, options.batch // SHARE, -(-parts // SHARE))
             self.observe = jax.jit(kfac.observe, donate_argnums=0).lower(self.first[2], factors).compile()
         self.gradients, measured = in_parts(jax.value_and_grad(loss_fn, has_aux=True), options.batch, parts)

@@ -77,8 +77,7 @@ def transform(config: Any, rate: optax.Schedule, layers: Any) -> Any:
             return kfac.kfac(
                 rate, layers, momentum=momentum, nesterov=c.nesterov, damping=c.damping, weight_decay=decay or None,
                 weight_decay_mask=is_kernel if decay else None, preconditioner=INVERSES[c.preconditioner](),
-                inverse_update_period=c.inverse_update_period, statistics_fraction=c.statistics_fraction,
-                distribution=where,
+                inverse_update_period=c.inverse_update_period, distribution=where,
             )  # fmt: skip
         return kfac.natural_gradient(
             rate, layers, damping=c.damping, momentum=momentum, nesterov=c.nesterov, weight_decay=decay,

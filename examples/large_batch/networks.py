@@ -350,7 +350,6 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, **find)
         quarter = "overhead" not in settings and (layers.num_examples or 0) >= 64
         share = share or (4 if quarter else 1)
-        settings = {"statistics_fraction": 1 / share} | settings
 
     def optimizer(rates: jax.Array) -> Any:
         rate = rates.__getitem__
@@ -370,7 +369,7 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def observe(carry: Any, batch: Any) -> Any:
         params, state, opt_state, rates = carry
-        measure = kfac.statistics(problem.loss, layers, fraction=settings["statistics_fraction"], has_aux=True)
+        measure = kfac.statistics(problem.loss, layers, fraction=1 / (share or 1), has_aux=True)
         return params, state, kfac.observe(opt_state, measure(params, state, *batch)), rates
 
     @functools.partial(jax.jit, donate_argnums=0)

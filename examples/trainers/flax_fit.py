@@ -55,7 +55,7 @@ def optimizer(method: str, rate: float, steps: int, layers: Any) -> optax.Gradie
     schedule = kfac.schedules.warmup_linear_decay(rate, steps)
     if method == "adamw":
         return optax.adamw(schedule)
-    return kfac.kfac(schedule, layers, statistics_fraction=FRACTION)
+    return kfac.kfac(schedule, layers)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -24,18 +24,19 @@ class KFAC(keras.optimizers.Optimizer):
 
     Args:
       learning_rate: a float or a Keras schedule.
-      options: further options of `kfac.kfac`, such as `{"damping": 1e-3}`. `"statistics_fraction"` is 1/4 by default.
+      options: further options of `kfac.kfac`, such as `{"damping": 1e-3}`.
+      fraction: the `fraction` of `kfac.statistics`.
       find: options of `kfac.find_layers`, such as `{"rules": {"embeddings$": "skip"}}`.
       keras_options: options of `keras.optimizers.Optimizer`, except clipping.
     """
 
     layers = structure = None  # the layers and the state's tree structure, from the first training step on
 
-    def __init__(self, learning_rate=0.1, options=None, find=None, **keras_options):
+    def __init__(self, learning_rate=0.1, options=None, fraction=1 / 4, find=None, **keras_options):
         super().__init__(learning_rate, **keras_options)
         if self.clipnorm or self.clipvalue or self.global_clipnorm:
             raise ValueError("clipping has no effect on the length of K-FAC's steps: leave clipnorm= and the like out")
-        self.options, self.find = {"statistics_fraction": 1 / 4, **(options or {})}, find or {}
+        self.options, self.fraction, self.find = options or {}, fraction, find or {}
         self.state_variables = []
 
     def find_layers(self, loss_fn, params, *args):
@@ -77,7 +78,12 @@ class KFAC(keras.optimizers.Optimizer):
         super().load_own_variables(store)
 
     def get_config(self):
-        return {**super().get_config(), "options": dict(self.options), "find": dict(self.find)}
+        return {
+            **super().get_config(),
+            "options": dict(self.options),
+            "fraction": self.fraction,
+            "find": dict(self.find),
+        }
 
 
 class KFACMixin:
@@ -103,8 +109,7 @@ class KFACMixin:
     def observe(self, state, batch):
         """Return Keras's training state with the statistics of a batch."""
         trainable, non_trainable, values, metrics = state
-        fraction = self.optimizer.options["statistics_fraction"]
-        measure = kfac.statistics(self.statistics_loss, self.optimizer.layers, fraction=fraction)
+        measure = kfac.statistics(self.statistics_loss, self.optimizer.layers, fraction=self.optimizer.fraction)
         factors = measure(by_path(trainable, self.trainable_variables), batch, state)
         leaves = jax.tree.leaves(kfac.observe(self.optimizer.opt_state(values), factors))
         return trainable, non_trainable, [*values[: -len(leaves)], *leaves], metrics

@@ -16,6 +16,7 @@ from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
+from kfac._capture.likelihoods import MarkName
 from kfac._capture.parameters import (
     CALLS,
     DEVICE_SUMS,
@@ -140,15 +141,12 @@ def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item
 
 
-MARK = "kfac.mark_output/"  # prefix of a marked output's name
-
-
-def mark(eqn: JaxprEqn) -> str:
-    """Return `"likelihood/weight"` from the name of a marked output, or an empty string for other equations."""
+def mark(eqn: JaxprEqn) -> MarkName | None:
+    """Return the name of a marked output, or None for other equations."""
     if eqn.primitive.name != "name":
-        return ""
+        return None
     name = parameter(eqn, "name")
-    return name.removeprefix(MARK) if name.startswith(MARK) else ""
+    return name if isinstance(name, MarkName) else None
 
 
 def holds_mark(eqn: JaxprEqn) -> bool:

@@ -158,8 +158,8 @@ def find_layers(
             "Without strict=True they get the gradient's own factors; "
             f"rules={{{', '.join(patterns)}}} leaves their gradients as they are."
         )
-    blocks = tuple(bounded(layer, max_factor_dim) for layer in analysis.layers)
-    return dataclasses.replace(analysis.layers, blocks=blocks)
+    cut = tuple(bounded(layer, max_factor_dim) for layer in analysis.layers)
+    return dataclasses.replace(analysis.layers, layers=cut)
 
 
 class Analysis(NamedTuple):
@@ -191,7 +191,7 @@ def layers_of(
 
     Args:
       traced: the traced loss.
-      options: `Layers` that hold the options of `find_layers`. Their blocks are not used.
+      options: `Layers` that hold the options of `find_layers`. Their layers are not used.
       marks: the marked outputs of the loss.
       num_examples: the number of examples, if the user gave it.
     """
@@ -222,7 +222,7 @@ def layers_of(
     notes = {leaf: UNREACHED for leaf in left - reached}
     notes |= dict.fromkeys(skipped, "skipped by the user")
     notes |= dict.fromkeys(empty, "has no elements")
-    blocks: list[Layer] = []
+    found: list[Layer] = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
             continue
@@ -236,34 +236,34 @@ def layers_of(
             layer = maker.elementwise(leaves)
         else:
             layer = maker.gradient(leaf, leaf in chosen)
-        blocks.append(layer)
-    blocks = with_multipliers(blocks, rules, names)
+        found.append(layer)
+    found = with_multipliers(found, rules, names)
     inputs = traced.program.inputs[: len(names)]
     wide = any(value.dtype == "float64" for value in inputs)
-    needs_number = n is None and any(layer.captured for layer in blocks)
+    needs_number = n is None and any(layer.captured for layer in found)
     layers = dataclasses.replace(
         options,
-        blocks=_named(blocks, names),
+        layers=_named(found, names),
         paths=tuple(names),
         num_examples=batch.num_examples or n,
         batch_argnums=batch.argnums,
-        shared=batch.shared,
-        unknown_batch_reason=batch.unknown_batch_reason,
+        _shared_arrays=batch.shared,
+        _unknown_batch_reason=batch.unknown_batch_reason,
         dtype="float64" if wide else "float32",
-        unclear=unclear if needs_number else "",
+        _unclear=unclear if needs_number else "",
     )
     uses_by_path = {names[leaf]: of_leaf for leaf, of_leaf in uses.items()}
     return Analysis(layers, reads, uses_by_path, n, unclear)
 
 
-def _named(blocks: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
+def _named(layers: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
     """Name each layer after its module if the module has no other layer, otherwise after its first leaf."""
-    modules = [layer.params[0].rpartition("/")[0] for layer in blocks]
+    modules = [layer.params[0].rpartition("/")[0] for layer in layers]
     for k, module in enumerate(modules):
         # A key in `params` may contain a slash, so a module's path may equal a leaf's path.
         if module and modules.count(module) == 1 and module not in names:
-            blocks[k] = dataclasses.replace(blocks[k], name=module)
-    return tuple(blocks)
+            layers[k] = dataclasses.replace(layers[k], name=module)
+    return tuple(layers)
 
 
 # -- leaves with exact rows --------------------------------------------------------------------------------------------

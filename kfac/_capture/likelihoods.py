@@ -103,28 +103,40 @@ LIKELIHOODS = {
     ),
 }
 
-# A mark in the program names its likelihood. The name of a user's `Likelihood` is its index in this list.
-_OWN: list[Likelihood] = []
+MARK = "kfac.mark_output/"  # prefix of a marked output's name
 
 
-def name_of(likelihood: str | Likelihood) -> str:
-    """Return the name under which `named` finds a likelihood.
+class MarkName(str):
+    """The name of a marked output in the program, with the arguments of `mark_output`.
 
-    Raises:
-      ValueError: `likelihood` is neither a known name nor a `Likelihood`.
+    The name is a parameter of an equation, so a likelihood that the loss builds lives exactly as long as the traced
+    program. A registry of likelihoods would grow with each trace.
+
+    Attributes:
+      likelihood: the distribution of the targets.
+      weight: the weight of the output's loss term.
     """
-    if isinstance(likelihood, Likelihood):
-        if likelihood not in _OWN:
-            _OWN.append(likelihood)
-        return str(_OWN.index(likelihood))
-    if not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
-        names = ", ".join(map(repr, LIKELIHOODS))
-        raise ValueError(
-            f"likelihood must be one of {names} or a kfac.curvature.Likelihood, but is {likelihood!r}"
-        )
-    return likelihood
 
+    likelihood: Likelihood
+    weight: float
 
-def named(name: str) -> Likelihood:
-    """Return the likelihood with this name."""
-    return _OWN[int(name)] if name.isdigit() else LIKELIHOODS[name]
+    def __new__(cls, likelihood: str | Likelihood, weight: float) -> MarkName:
+        """Return the name.
+
+        Raises:
+          ValueError: `likelihood` is neither a known name nor a `Likelihood`.
+        """
+        text = likelihood
+        if isinstance(likelihood, Likelihood):
+            text = "own"
+        elif not isinstance(likelihood, str) or likelihood not in LIKELIHOODS:
+            names = ", ".join(map(repr, LIKELIHOODS))
+            raise ValueError(
+                f"likelihood must be one of {names} or a kfac.curvature.Likelihood, but is {likelihood!r}"
+            )
+        else:
+            likelihood = LIKELIHOODS[likelihood]
+        name = super().__new__(cls, f"{MARK}{text}/{weight!r}")
+        name.likelihood = likelihood
+        name.weight = weight
+        return name

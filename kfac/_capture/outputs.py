@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from kfac._capture import equations
-from kfac._capture.likelihoods import Likelihood, name_of, named
+from kfac._capture.likelihoods import Likelihood, MarkName
 from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
 from kfac._capture.states import Use
@@ -74,11 +74,11 @@ def mark_output(
         other than `"gaussian"`, or `x` has no axis.
       TypeError: `x` is not real, or `weight` is not a plain number.
     """
-    name = name_of(likelihood)
     if not isinstance(weight, int | float):
         raise TypeError(f"weight must be a plain number, but is {weight!r}")
     if not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"weight must be positive and finite, but is {weight!r}")
+    name = MarkName(likelihood, float(weight))
     if variance is not None:
         if likelihood != "gaussian":
             raise ValueError(
@@ -94,8 +94,7 @@ def mark_output(
             "the output must have an axis of features, but is a scalar: pass x[..., None]"
         )
     # `vmap` may put its axis anywhere, but `expand_dims` moves it to the front, so the features stay last.
-    mark = f"{equations.MARK}{name}/{float(weight)!r}"
-    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), mark), (0,))
+    return lax.squeeze(checkpoint_name(lax.expand_dims(x, (0,)), name), (0,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -288,11 +287,10 @@ def find_marks(traced: Trace) -> Marks:
     """
     marks: list[Mark] = []
     for op in traced.program.walk():
-        text = equations.mark(op.eqn)
-        if text and op.alive:
-            likelihood, weight = text.split("/")
+        name = equations.mark(op.eqn)
+        if name is not None and op.alive:
             key = Key(layer="", number=len(marks))
-            marks.append(Mark(key, op, named(likelihood), float(weight)))
+            marks.append(Mark(key, op, name.likelihood, name.weight))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(
                 f"kfac.mark_output cannot be followed inside {op.name}: mark what comes out of it"

@@ -98,8 +98,8 @@ def plan_taps(
       ValueError: the number of examples is not clear, or the loss has other layers than `layers`.
     """
     analysis = layers_of(traced, layers, marks, num_examples)
-    if analysis.layers.unclear:
-        raise ValueError(analysis.layers.unclear)
+    if analysis.layers._unclear:
+        raise ValueError(analysis.layers._unclear)
     check_same(layers, analysis.layers)
     planned = Planned(
         analysis.num_examples or 1,
@@ -127,13 +127,15 @@ def check_same(expected: Layers, found: Layers) -> None:
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        # The overlap depends on the number of positions, and only `find_layers` cuts factors.
-        if a == dataclasses.replace(
-            b, overlap=a.overlap, num_blocks=a.num_blocks, diagonal=a.diagonal
-        ):
+        # Batches may differ in size and length, on which these depend. Only `find_layers` cuts factors.
+        names = {field.name for field in dataclasses.fields(a) if field.compare}
+        names -= {"overlap", "positions", "has_example_gradients"}
+        names -= {"num_blocks", "diagonal"}
+        others = [
+            name for name in sorted(names) if getattr(a, name) != getattr(b, name)
+        ]
+        if not others:
             continue
-        names = [field.name for field in dataclasses.fields(a) if field.compare]
-        others = [name for name in names if getattr(a, name) != getattr(b, name)]
         raise ValueError(
             f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
             f"{', '.join(others)}. Call find_layers with the same function and with arguments of the same kind."

@@ -388,6 +388,11 @@ def _candidates(
             yield batches
 
 
+def leaf_name(key: ArgKey, path: Any) -> str:
+    """Return the name of an array in the argument `key`, as in `Batch.shared`."""
+    return f"argument {key!r}{jax.tree_util.keystr(path)}"
+
+
 def leading_length(
     leaf: object,
     name: str,
@@ -408,7 +413,7 @@ def _leaves(arguments: Mapping[ArgKey, PyTree], shared: Collection[str]) -> list
     for key, argument in arguments.items():
         for path, leaf in jax.tree.leaves_with_path(argument):
             if is_array(leaf):
-                name = f"argument {key!r}{jax.tree_util.keystr(path)}"
+                name = leaf_name(key, path)
                 length = leading_length(leaf, name, shared)
                 leaves.append(Leaf(len(leaves), key, name, length))
     return leaves
@@ -478,4 +483,4 @@ def batch_arguments(
     """
     arguments = {*range(1, len(args) + 1), *kwargs}
     present = tuple(key for key in layers.batch_argnums if key in arguments)
-    return (present, layers.shared) if present else (None, ())
+    return (present, layers._shared_arrays) if present else (None, ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
-from kfac._capture.microbatch import thin_batch
 from kfac._capture.outputs import (
     Draw,
     Marks,
@@ -25,6 +24,7 @@ from kfac._capture.plan import Planned, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
 from kfac._capture.taps import Probes
+from kfac._capture.thin_batch import statistics_one_in, thin_batch
 from kfac._capture.trace import (
     Trace,
     batch_arguments,
@@ -36,13 +36,12 @@ from kfac._capture.trace import (
 from kfac._checks import (
     check,
     check_by_layer,
-    check_fraction,
     check_function,
     check_given,
     check_layers,
     takes_kwargs,
 )
-from kfac._factors import Factors, Kronecker
+from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 from kfac._mesh import (
     PyTree,
@@ -64,7 +63,7 @@ def value_and_grad(
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
-    communication_dtype: str = "float32",
+    distribution: Wire | None = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a function like `jax.value_and_grad(loss_fn)` that also returns every layer's statistics.
 
@@ -101,8 +100,8 @@ def value_and_grad(
         EKFAC moments of examples with several rows.
       num_examples: the number of examples that the loss averages over, for a loss that hides its examples. By default,
         the number of rows in the marked output, or without a mark the number of examples in the batch.
-      communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. With
-        `"float32"`, factors summed in a wider dtype keep it.
+      distribution: the `kfac.Distribution` of the optimizer. Only its `communication_dtype` matters here. None:
+        `"float32"`.
 
     Returns:
       A function of `(params, *args)` that returns `(value, grads, factors)`, where `value` is `loss` or `(loss, aux)`,
@@ -126,7 +125,7 @@ def value_and_grad(
     """
     check(has_aux=has_aux)
     evaluate = Evaluator(
-        loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
+        loss_fn, layers, has_aux, fisher, num_examples, wire_dtype(distribution)
     )
 
     @takes_kwargs
@@ -144,17 +143,17 @@ def statistics(
     loss_fn: Callable[..., Any],
     layers: Layers,
     *,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     has_aux: bool = False,
     fisher: str = "empirical",
     num_examples: int | None = None,
-    communication_dtype: str = "float32",
+    distribution: Wire | None = None,
 ) -> Callable[..., Factors]:
     """Return a function that computes every layer's statistics, without parameter gradients.
 
     ::
 
-        measure = jax.jit(kfac.statistics(loss_fn, layers, fraction=1 / 4))
+        measure = jax.jit(kfac.statistics(loss_fn, layers))
         opt_state = kfac.observe(opt_state, measure(params, batch))
 
     For inputs `a` of shape `[n, s, d_in]` and gradients `g` of the mean loss `[n, s, d_out]`, with `n` examples and `s`
@@ -167,13 +166,14 @@ def statistics(
         with `has_aux`, a pair `(loss, aux)`. Auxiliary outputs are dropped.
       layers: the layers that `find_layers` returned for this function.
       fraction: the share of the batch that gives statistics, `1 / k` with an integer `k`: every `k`-th example, or all
-        examples if the batch has fewer than `k`. A quarter is usually as good as the whole batch, at a quarter of the
-        cost. The loss of such a part must make sense: keep 1 if examples refer to each other, as the edges of a graph
-        do.
+        examples if the batch has fewer than `k`. None: a quarter, if the layers were found with a batch of at least 64
+        examples and without arrays in it that all examples share, otherwise 1. A quarter is usually as good as the
+        whole batch, at a quarter of the cost. The loss of such a part must make sense: pass 1 if examples refer to each
+        other, as the edges of a graph do.
       has_aux: whether `loss_fn` returns a pair.
       fisher: as in `value_and_grad`.
       num_examples: as in `value_and_grad`, for the whole batch.
-      communication_dtype: as in `value_and_grad`.
+      distribution: as in `value_and_grad`.
 
     Returns:
       A function of `(params, *args)` that returns a `Factors`, for `kfac.observe`. It takes the same keywords as the
@@ -184,10 +184,11 @@ def statistics(
         layers were found without a batch.
     """
     check(has_aux=has_aux)
-    one_in = check_fraction("fraction", fraction)
     evaluator = Evaluator(
-        loss_fn, layers, has_aux, fisher, num_examples, communication_dtype
+        loss_fn, layers, has_aux, fisher, num_examples, wire_dtype(distribution)
     )
+
+    one_in = statistics_one_in(layers, fraction)
 
     @takes_kwargs
     @on_mesh
@@ -205,22 +206,47 @@ def statistics(
     return factors_of
 
 
+class Wire(Protocol):
+    """The part of a `kfac.Distribution` that statistics depend on."""
+
+    @property
+    def communication_dtype(self) -> str: ...
+
+
+def wire_dtype(distribution: Wire | None) -> str:
+    """Return the dtype in which devices exchange factors.
+
+    Raises:
+      ValueError: `distribution` is neither a `kfac.Distribution` nor None.
+    """
+    if distribution is None:
+        return "float32"
+    if not hasattr(distribution, "communication_dtype"):
+        raise ValueError(
+            f"distribution must be a kfac.Distribution or None, but is {distribution!r}"
+        )
+    return distribution.communication_dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Computes the loss, its gradients and its statistics. The attributes are the arguments of `value_and_grad`."""
+    """Computes the loss, its gradients and its statistics.
+
+    The attributes are the arguments of `value_and_grad`, with the dtype in which devices exchange factors.
+    """
 
     loss_fn: Callable[..., Any]
     layers: Layers
     has_aux: bool
     fisher: str
     num_examples: int | None
-    communication_dtype: str
+    wire: str
 
     def __post_init__(self):
         """Check the arguments."""
         check_layers(self.layers)
         check_function(self.loss_fn)
-        check(fisher=self.fisher, communication_dtype=self.communication_dtype)
+        check(fisher=self.fisher)
         check_given(num_examples=self.num_examples)
 
     def __call__(
@@ -229,7 +255,7 @@ class Evaluator:
         args: tuple,
         kwargs: dict[str, PyTree],
         fisher_key: Array | None,
-        basis: Mapping[str, Kronecker] | None,
+        basis: Mapping[str, Basis] | None,
         gradients: bool,
     ) -> tuple[tuple[Array, PyTree], PyTree, Factors]:
         """Return `(loss, aux)`, the gradients, or None without `gradients`, and the factors."""
@@ -251,7 +277,7 @@ class Evaluator:
             marks,
             self.num_examples,
             basis is not None,
-            self.communication_dtype,
+            self.wire,
         )
         entries = planned.eigenvectors(basis or {})
         if key is not None:

@@ -266,7 +266,7 @@ class Group:
 def group_layers(layers: Layers) -> tuple[Group, ...]:
     """Group the preconditioned layers by block shape. Groups are ordered by their first use in the program."""
     members: dict[str, list[Layer]] = {}
-    for layer in layers.with_blocks:
+    for layer in layers.preconditioned:
         group = Group("", (layer,))
         source = "" if layer.captured else "gradient_"
         kind = "kronecker" if layer.kronecker else "unitwise"

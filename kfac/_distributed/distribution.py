@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from kfac._checks import check_axis_name, check_type
+from kfac._checks import check, check_axis_name, check_type
 from kfac._distributed.comm import CommContext
 from kfac._mesh import (
     AxisName,
@@ -47,6 +47,9 @@ class Distribution:
         for each block. Inverses and preconditioned gradients then stay inside a node. Only sums go between nodes, and
         each device sends its share. Thus the choice of axes sets the fraction of devices that work on a layer, which
         trades memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to `kfac.state.state_specs`, too.
+      communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. Pass the
+        distribution to `statistics` or `value_and_grad`, which send the factors; `train_step` does so. With
+        `"float32"`, factors summed in a wider dtype keep it.
 
     Raises:
       ValueError: an argument is out of range.
@@ -55,11 +58,13 @@ class Distribution:
     axis_name: AxisName | None = None
     mesh: Mesh | AbstractMesh | None = None
     owner_axes: AxisName | None = None
+    communication_dtype: str = "float32"
 
     def __post_init__(self):
         """Check the arguments."""
         check_axis_name(self.axis_name)
         check_axis_name(self.owner_axes, "owner_axes")
+        check(communication_dtype=self.communication_dtype)
         if self.mesh is not None:
             check_type("mesh", self.mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh")
             axes = self.mesh.axis_names

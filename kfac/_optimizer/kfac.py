@@ -9,11 +9,11 @@ from typing import Any
 import optax
 from jax import Array
 
+from kfac._capture.thin_batch import statistics_one_in
 from kfac._checks import (
     HINTS,
     RENAMED,
     check,
-    check_fraction,
     check_layers,
     with_hints,
 )
@@ -34,6 +34,7 @@ MOVED = {
     "step_norm": f'{NATURAL_GRADIENT} for None; "spectral" is the default, leave it out',
     "trust_ratio": f'{NATURAL_GRADIENT} for a number; "auto" is the default, leave it out',
     "kl_clip": f"{NATURAL_GRADIENT}; here every step has a set length",
+    "statistics_fraction": "fraction= of kfac.statistics (in train_step: statistics_fraction=)",
 }
 
 
@@ -51,7 +52,6 @@ def kfac(
     overhead: float = OVERHEAD,
     inverse_update_period: int | float | Array | None = None,
     preconditioner: BlockPreconditioner = SOAP(),
-    statistics_fraction: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the recommended optimizer.
@@ -109,21 +109,18 @@ def kfac(
       overhead: the target overhead of statistics and refreshes in the mean step, as a fraction of the gradient's time.
         It sets the interval of both: the shortest interval, at most 16 steps, at which their FLOPs are this fraction of
         the gradient's FLOPs. The batch that the layers were found with gives the number of examples. Statistics include
-        their own forward and backward pass. A FLOP of a refresh counts as three FLOPs of the gradient on a CPU and as
-        eight on accelerators, because it takes longer. Statistics and refreshes are due in each of the first ten steps;
-        then the interval doubles until it reaches its final value (see `interval_warmup_steps` of `scale_by_kfac`).
-        Call `observe` before the next step if `statistics_due` is true; `train_step` does this. The interval is 16 if
-        the gradient's FLOPs are unknown, for example because the loss hides its batch.
+        their own forward and backward pass, and use the default fraction of the examples, see `statistics`. A FLOP of a
+        refresh counts as three FLOPs of the gradient on a CPU and as eight on accelerators, because it takes longer.
+        Statistics and refreshes are due in each of the first ten steps; then the interval doubles until it reaches its
+        final value (see `interval_warmup_steps` of `scale_by_kfac`). Call `observe` before the next step if
+        `statistics_due` is true; `train_step` does this. The interval is 16 if the gradient's FLOPs are unknown, for
+        example because the loss hides its batch.
       inverse_update_period: the interval in steps at which `observe` refreshes the preconditioners, instead of the
         interval that `overhead` sets; see `scale_by_kfac`. With `math.inf`, only `observe(opt_state)` without factors
         refreshes. `kfac.planning.estimate` estimates intervals for other machines.
       preconditioner: how Kronecker blocks are preconditioned: `SOAP()`, which preconditions the momentum of the
         gradients, `Cholesky()`, `Eigh()`, `EKFAC()` or your own `BlockPreconditioner`. Its `scale_damping` becomes
         True.
-      statistics_fraction: the fraction of the batch's examples from which `observe` gets statistics, `1 / k` with an
-        integer `k`. The interval that `overhead` sets depends on this fraction. `train_step` uses it for each batch.
-        None: 1/4 if the inverse is `SOAP`, the batch has at least 64 examples, and the batch contains no array that
-        all examples share; otherwise 1. Pass 1 if the loss of every `k`-th example alone makes no sense.
       distribution: how several devices are used; see `scale_by_kfac`.
 
     Returns:
@@ -143,7 +140,7 @@ def kfac(
     check_layers(layers)
     check_preconditioner(preconditioner)
     check(overhead=overhead)
-    one_in = statistics_one_in(layers, preconditioner, statistics_fraction)
+    one_in = statistics_one_in(layers, None)
     period = affordable(layers, preconditioner, overhead, one_in)
     if inverse_update_period is None:
         inverse_update_period = period
@@ -164,21 +161,3 @@ def kfac(
         weight_decay_mask=weight_decay_mask,
     )
     return assemble(layers, options)
-
-
-def statistics_one_in(
-    layers: Layers,
-    preconditioner: BlockPreconditioner,
-    fraction: float | None,
-) -> int:
-    """Return `k`, such that statistics use every `k`-th example.
-
-    The default is 4 with `SOAP`, which only takes an eigenbasis from the statistics. It is 1 with other inverses, if
-    the number of examples is below 64 or unknown, or if the batch contains an array that all examples share.
-    """
-    if fraction is not None:
-        return check_fraction("statistics_fraction", fraction)
-    # Shared arrays in the batch may refer to examples by position, like the edges of a graph.
-    divisible = layers.batch_argnums and not layers.shared
-    enough = (layers.num_examples or 0) >= 64
-    return 4 if isinstance(preconditioner, SOAP) and divisible and enough else 1

@@ -13,14 +13,16 @@ from jax import Array, lax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.make_layers import LONG
-from kfac._capture.microbatch import microbatch, thin_batch
+from kfac._capture.thin_batch import statistics_one_in, thin_batch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import (
     HINTS,
     RENAMED,
     check,
+    check_fraction,
     check_function,
     check_given,
+    check_layers,
     check_rules,
     takes_kwargs,
     with_hints,
@@ -28,10 +30,11 @@ from kfac._checks import (
 from kfac._curvature.cost_model import prices_of_layers
 from kfac._layers import MAX_DIM, Layers
 from kfac._mesh import PyTree
+from kfac._microbatch import in_parts
 from kfac._optimizer.clock import Clock, interval_of
 from kfac._optimizer.eigenbasis import eigenbasis
 from kfac._optimizer.interval import Interval
-from kfac._optimizer.kfac import kfac, statistics_one_in
+from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
 from kfac._optimizer.state import KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
@@ -49,8 +52,10 @@ class TrainStep:
       learning_rate: scalar or schedule.
       optimizer: returns the optimizer for a learning rate, layers and `options`.
       has_aux: whether the loss returns a pair.
-      found: the options for `find_layers`.
-      measured: the options for `statistics`.
+      given: the layers, if the user gave them.
+      found: the options for `find_layers`, otherwise.
+      fisher: the `fisher` of `statistics`.
+      statistics_fraction: the `fraction` of `statistics`.
       num_examples: the number of examples over which the loss takes the mean, if given.
       num_microbatches: the number of parts into which a batch is split.
       verbose: whether to print.
@@ -65,8 +70,10 @@ class TrainStep:
     learning_rate: ScalarOrSchedule
     optimizer: Callable[..., optax.GradientTransformation]
     has_aux: bool
+    given: Layers | None
     found: dict[str, Any]
-    measured: dict[str, Any]
+    fisher: str
+    statistics_fraction: float | None
     num_examples: int | None
     num_microbatches: int
     verbose: bool
@@ -96,8 +103,8 @@ class TrainStep:
         if before - {(layers.param_specs, layers.num_examples)}:
             # The programs were compiled for other layers.
             self.__dict__.pop("_programs", None)
-        if layers.unclear and self.num_examples is None:
-            raise ValueError(layers.unclear.replace("value_and_grad", "train_step"))
+        if layers._unclear and self.num_examples is None:
+            raise ValueError(layers._unclear.replace("value_and_grad", "train_step"))
         count = layers.num_examples or 0
         if count % self.num_microbatches:
             raise ValueError(
@@ -107,7 +114,8 @@ class TrainStep:
         state = _kfac_state(opt_state)
         known = not isinstance(state.count, jax.core.Tracer)
         if self.verbose and known and jax.process_index() == 0:
-            print(_summary(layers, state, self._one_in(layers, state)))
+            one_in = statistics_one_in(layers, self.statistics_fraction)
+            print(_summary(layers, state, one_in))
         interval = interval_of(opt_state)
         self.intervals[_shapes(params)] = interval
         self.clock.record(opt_state, 0, interval)
@@ -198,11 +206,6 @@ class TrainStep:
         tx = self.optimizer(self.learning_rate, layers, **self.options)
         return optax.with_extra_args_support(tx)
 
-    def _one_in(self, layers: Layers, state: KfacState) -> int:
-        """Return `k`, such that statistics use every `k`-th example."""
-        fraction = self.options.get("statistics_fraction")
-        return statistics_one_in(layers, state.settings.preconditioner, fraction)
-
     def _find_layers(
         self,
         params: PyTree,
@@ -211,6 +214,8 @@ class TrainStep:
         anew: bool = False,
     ) -> Layers:
         """Return the layers. Find them again only if `anew` is true or the parameters have new shapes."""
+        if self.given is not None:
+            return self.given
         shapes = _shapes(params)
         if anew or shapes not in self.layers:
             self.layers[shapes] = find_layers(
@@ -234,7 +239,7 @@ class TrainStep:
         Raises:
           ValueError: if tracing found the batch in keyword arguments.
         """
-        argnums = self.found["batch_argnums"]
+        argnums = self.found.get("batch_argnums")
         if parts == 1:
             return fn
         if argnums is None and layers.batch_argnums:
@@ -245,12 +250,12 @@ class TrainStep:
                     "keyword arguments"
                 )
             argnums = list(layers.batch_argnums)
-        return microbatch(fn, parts, batch_argnums=argnums)
+        return in_parts(fn, parts, argnums, layers._shared_arrays)
 
     def _observe(self, params, opt_state, *args, kwargs, fisher_key):
         layers = self._find_layers(params, args, kwargs)
         state = _kfac_state(opt_state)
-        one_in = self._one_in(layers, state)
+        one_in = statistics_one_in(layers, self.statistics_fraction)
         parts = self.num_microbatches
         examples = self.num_examples
         if one_in > 1:
@@ -264,9 +269,11 @@ class TrainStep:
         measure = statistics(
             self.loss_fn,
             layers,
+            fraction=1,
             has_aux=self.has_aux,
+            fisher=self.fisher,
             num_examples=examples and examples // parts,
-            **self.measured,
+            distribution=state.settings.distribution,
         )
         basis = None
         if state.settings.preconditioner.uses_example_moments:
@@ -288,21 +295,28 @@ class TrainStep:
         return optax.apply_updates(params, updates), opt_state, value
 
 
-@with_hints(HINTS | RENAMED)
+OF_FIND_LAYERS = "layers=kfac.find_layers(loss_fn, params, batch, {}=...)"
+MOVED = {
+    "communication_dtype": "distribution=kfac.Distribution(communication_dtype=...)",
+    "max_factor_dim": OF_FIND_LAYERS.format("max_factor_dim"),
+    "strict": OF_FIND_LAYERS.format("strict"),
+}
+
+
+@with_hints(HINTS | RENAMED | MOVED)
 def train_step(
     loss_fn: Callable[..., Any],
     learning_rate: ScalarOrSchedule,
     *,
     optimizer: Callable[..., optax.GradientTransformation] = kfac,
+    layers: Layers | None = None,
     has_aux: bool = False,
-    fisher: str = "empirical",
-    num_examples: int | None = None,
-    communication_dtype: str = "float32",
-    num_microbatches: int = 1,
-    batch_argnums: int | Sequence[int] | None = None,
     rules: Mapping[str, str | float] | None = None,
-    strict: bool = False,
-    max_factor_dim: int | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    num_examples: int | None = None,
+    num_microbatches: int = 1,
+    fisher: str = "empirical",
+    statistics_fraction: float | None = None,
     verbose: bool = True,
     donate: bool = False,
     **options: Any,
@@ -329,18 +343,17 @@ def train_step(
       learning_rate: scalar or schedule, see `kfac.kfac`.
       optimizer: `kfac.kfac`, `kfac.natural_gradient`, or your own function `(learning_rate, layers, **options)`, which
         returns an optax optimizer that contains `scale_by_kfac`. For example, put `kfac.kfac` into an `optax.chain`.
+      layers: the layers that `find_layers` returned for `loss_fn`, if you want options of `find_layers` that are not
+        here. None: `init` finds them.
       has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
-      fisher: see `value_and_grad`.
+      rules: see `find_layers`. Not with `layers`.
+      batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
+        positions that `find_layers` finds. Not with `layers`.
       num_examples: see `value_and_grad`; the number for the whole batch of a step.
-      communication_dtype: see `value_and_grad`.
       num_microbatches: the number of parts into which the batch is split. The other arguments go to every part whole.
         Therefore pass PRNG keys by name, `step(params, opt_state, batch, kwargs={"key": key})`.
-      batch_argnums: the positions of the batch among the arguments of `loss_fn`, with `params` as 0. By default, the
-        positions that `find_layers` finds.
-      rules: see `find_layers`.
-      strict: see `find_layers`.
-      max_factor_dim: see `find_layers`. With `preconditioner=kfac.EKFAC()`, None means 8192, so that oblong kernels of
-        up to 8192 rows stay whole.
+      fisher: see `value_and_grad`.
+      statistics_fraction: the `fraction` of `statistics`.
       verbose: whether `init` prints a line about the layers.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
@@ -350,45 +363,55 @@ def train_step(
       A `TrainStep`.
 
     Raises:
-      TypeError: if the optimizer has no such option, or if `options` contain `layers`.
-      ValueError: if an argument is out of range. A step raises it while it is traced if it has micro-batches and the
-        batch is not among the positional arguments. Errors of the optimizer and of `find_layers` pass through.
+      TypeError: if the optimizer has no such option.
+      ValueError: if an argument is out of range, or if `rules` or `batch_argnums` are given with `layers`. A step with
+        micro-batches raises it while it is traced if the batch is not among the positional arguments. Errors of the
+        optimizer and of `find_layers` pass through.
     """
     check_function(loss_fn)
-    measured = dict(fisher=fisher, communication_dtype=communication_dtype)
     check_rules(rules)
-    found: dict[str, Any] = dict(strict=strict)
-    check(has_aux=has_aux, **measured, num_microbatches=num_microbatches)
-    check(**found, verbose=verbose, donate=donate)
+    check(
+        has_aux=has_aux,
+        fisher=fisher,
+        num_microbatches=num_microbatches,
+        verbose=verbose,
+        donate=donate,
+    )
     check_given(num_examples=num_examples, batch_argnums=batch_argnums)
-    check_given(max_factor_dim=max_factor_dim)
-    if "layers" in options:
-        raise TypeError(
-            "train_step finds the layers by itself: leave layers= out, and pass rules= and max_factor_dim= here"
-        )
+    if statistics_fraction is not None:
+        check_fraction("statistics_fraction", statistics_fraction)
     state = _state_without_layers(optimizer, learning_rate, options)
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    if max_factor_dim is None and state.settings.preconditioner.uses_example_moments:
-        # Only whole kernels have moments.
-        max_factor_dim = MAX_DIM
-    found |= dict(
-        rules=rules, max_factor_dim=max_factor_dim, batch_argnums=batch_argnums
-    )
+    found: dict[str, Any] = {}
+    if layers is not None:
+        check_layers(layers)
+        for name, value in (("rules", rules), ("batch_argnums", batch_argnums)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with layers=: pass it to kfac.find_layers"
+                )
+    else:
+        found = dict(rules=rules, batch_argnums=batch_argnums)
+        if state.settings.preconditioner.uses_example_moments:
+            # Only whole kernels have moments.
+            found["max_factor_dim"] = MAX_DIM
     return TrainStep(
-        loss_fn,
-        learning_rate,
-        optimizer,
-        has_aux,
-        found,
-        measured,
-        num_examples,
-        num_microbatches,
-        verbose,
-        donate,
-        options,
+        loss_fn=loss_fn,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        has_aux=has_aux,
+        given=layers,
+        found=found,
+        fisher=fisher,
+        statistics_fraction=statistics_fraction,
+        num_examples=num_examples,
+        num_microbatches=num_microbatches,
+        verbose=verbose,
+        donate=donate,
+        options=options,
     )
 
 
@@ -437,10 +460,10 @@ def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     interval = state.settings.interval
     period = 1 if interval is None else int(interval.every)
     total = sum(layer.num_params for layer in layers)
-    within = sum(layer.num_params for layer in layers.with_blocks)
+    within = sum(layer.num_params for layer in layers.preconditioned)
     part = f" of 1/{one_in} of the examples" if one_in > 1 else ""
     when = f"every {period} steps after the start" if period > 1 else "in every step"
-    count = len(layers.with_blocks)
+    count = len(layers.preconditioned)
     size = f"{_short(within)} parameters"
     if total > within:
         size += f" ({_short(total - within)} more skipped)"
@@ -454,7 +477,10 @@ def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:
         return line
-    return f"{line}, {prices[name]:.2f} for {name} alone: max_factor_dim={rows // 4} cuts its factors into blocks"
+    return (
+        f"{line}, {prices[name]:.2f} for {name} alone: find_layers(max_factor_dim={rows // 4}) cuts its factors into "
+        "blocks"
+    )
 
 
 def _short(number: int) -> str:

@@ -55,7 +55,12 @@ def estimate_factors(
       ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
     measure = statistics(
-        loss_fn, layers, has_aux=has_aux, fisher=fisher, num_examples=num_examples
+        loss_fn,
+        layers,
+        fraction=1,
+        has_aux=has_aux,
+        fisher=fisher,
+        num_examples=num_examples,
     )
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from kfac._capture.thin_batch import statistics_one_in
 from kfac._checks import (
     RENAMED,
     check,
@@ -40,7 +41,6 @@ from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
 from kfac._factors import Block
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
-from kfac._optimizer.kfac import statistics_one_in
 from kfac._optimizer.options import Options
 from kfac._optimizer.sharded_step import init_over_mesh
 from kfac._optimizer.state import Settings
@@ -184,7 +184,7 @@ def estimate(
       overhead: the target overhead, as for `kfac.kfac`. It sets both intervals to the interval that `kfac.kfac` takes
         on an accelerator, if its layers are found with this batch.
       preconditioner: the kind of inverse, as for `kfac.kfac`. None: `SOAP()`.
-      statistics_fraction: the fraction of the examples with statistics, as for `kfac.kfac`.
+      statistics_fraction: the fraction of the examples with statistics, as for `statistics`.
       statistics_period: the interval between statistics, instead of the interval that `overhead` sets.
       inverse_update_period: the interval between refreshes, instead of the interval that `overhead` sets.
 
@@ -206,7 +206,7 @@ def estimate(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
     )
     layers = dataclasses.replace(layers, num_examples=batch)
-    one_in = statistics_one_in(layers, preconditioner, statistics_fraction)
+    one_in = statistics_one_in(layers, statistics_fraction, "statistics_fraction")
     period = int(affordable(layers, preconditioner, overhead, one_in, REFRESH_PRICE))
     statistics_period = statistics_period or period
     examples = batch / devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -833,6 +834,56 @@ def test_find_layers_refuses_rules(rules, message):
         kfac.find_layers(loss, {"v": jnp.ones((2, 3)), "w": jnp.ones((5, 2))}, jnp.ones((N, 5)), rules=rules)
 
 
+def regression(p, x, t):
+    return jnp.mean((x @ p["w"] - t) ** 2)
+
+
+@pytest.mark.parametrize("difference", ["order of examples", "dtype", "positions", "number of examples", "arguments"])
+def test_layers_that_statistics_depend_on_are_not_equal(x64, difference):
+    """Check layers whose statistics differ, although their factors have the same shapes.
+
+    If they were equal, a function that is jitted with static layers would return the other loss's result.
+    """
+    params, x, t = {"w": jnp.ones((5, 2))}, jnp.ones((8, 5)), jnp.ones((8, 2))
+    other = {
+        "order of examples": lambda: kfac.find_layers(
+            lambda p, x, t: regression(p, x[jnp.argsort(x[:, 0])], t), params, x, t
+        ),
+        "dtype": lambda: kfac.find_layers(regression, {"w": jnp.ones((5, 2), jnp.float32)}, x, t),
+        "positions": lambda: kfac.find_layers(regression, params, jnp.ones((8, 3, 5)), jnp.ones((8, 3, 2))),
+        "number of examples": lambda: kfac.find_layers(regression, params, x[:4], t[:4]),
+        "arguments": lambda: kfac.find_layers(lambda p, t, x: regression(p, x, t), params, t, x, batch_argnums=(1, 2)),
+    }
+    layers = kfac.find_layers(regression, params, x, t)
+    found = other[difference]()
+    if difference == "arguments":
+        layers = kfac.find_layers(lambda p, x: regression(p, x, t[:, :1] * 0), params, x)
+    assert layers.paths == found.paths
+    assert layers != found and hash(layers) != hash(found)
+    again = kfac.find_layers(regression, params, x, t)
+    assert difference == "arguments" or (layers == again and hash(layers) == hash(again))
+
+
+def test_statistics_with_static_layers_are_those_of_their_own_loss():
+    """Check a function that is jitted once for two losses, whose layers differ in the order of examples only."""
+    params, x = {"w": jnp.arange(10.0).reshape(5, 2) / 10}, normal(0, 8, 5, dtype=np.float32)
+    losses = {}
+
+    def plain(p, x):
+        return jnp.mean(jnp.sum(jnp.tanh(x @ p["w"]) ** 2, -1))
+
+    for loss in (plain, lambda p, x: 3 * plain(p, x[jnp.argsort(x[:, 0])])):
+        losses[kfac.find_layers(loss, params, x)] = loss
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def traces(layers, params, x):
+        return jax.tree.map(jnp.trace, dict(kfac.statistics(losses[layers], layers)(params, x)))
+
+    found = [float(traces(layers, params, x)["w"].G) for layers in losses]
+    assert len(found) == 2
+    np.testing.assert_allclose(found[1], 9 * found[0], rtol=1e-5)
+
+
 def test_find_layers_takes_the_first_rule_of_each_sort():
     """Check strings by leaf, numbers by layer, and that both may match. The table shows the multipliers."""
 
@@ -868,7 +919,7 @@ def test_a_loss_that_hides_its_examples_asks_for_num_examples():
 
     params, x = {"a": jnp.ones((5, C)), "b": jnp.ones((C, 2)), "s": jnp.ones(C)}, jnp.ones((N, T, 5))
     layers = kfac.find_layers(loss, params, x)
-    assert "cannot be traced with 8 examples in argument 1" in layers.unknown_batch_reason
+    assert "cannot be traced with 8 examples in argument 1" in repr(layers)
     assert kinds(layers) == {"a": "dense", "b": "dense", "s": "gradient-factors"}
     assert "which examples it meets is not known" in layers["s"].note
     with pytest.raises(ValueError, match=r"the number of examples is not clear: .*8 examples.*num_examples="):
@@ -945,7 +996,7 @@ def test_layers_are_hashable_and_equal_across_calls():
     assert one != other
     assert {one: 1}[two] == 1
     with pytest.raises(AttributeError):
-        one.blocks = ()
+        one.layers = ()
     with pytest.raises(AttributeError):
         one[0].name = "other"
 

@@ -255,7 +255,7 @@ def test_the_first_argument_is_the_batch_and_others_where_only_they_can_be():
 
     x, y = normal(4, N, D), normal(5, N, 2)
     found = kfac.find_layers(first, weights(), x, normal(6, 2))
-    assert (found.batch_argnums, found.num_examples, found.shared) == ((1,), N, ())
+    assert (found.batch_argnums, found.num_examples) == ((1,), N) and "shared by all" not in repr(found)
     found = kfac.find_layers(several, weights(), {"mean": jnp.zeros(3)}, x, y)
     assert (found.batch_argnums, found.num_examples) == ((2, 3), N)
     named = kfac.find_layers(
@@ -408,7 +408,7 @@ def test_of_two_lengths_none_is_assumed():
         return squares(h @ p["v"] - b["y"])
 
     layers = kfac.find_layers(loss, small(), graphs)
-    assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in layers.unknown_batch_reason
+    assert layers.num_examples is None and "the 10 of argument 1 or the 4 of argument 1" in repr(layers)
 
 
 def test_running_averages_before_the_batch_are_not_tried_one_by_one():

@@ -63,7 +63,7 @@ def test_blocks_are_those_of_the_whole_factor(x64, max_factor_dim):
     whole_layers, grads, whole = run(loss, params, batch)
     layers, same, found = run(loss, params, batch, max_factor_dim=max_factor_dim)
     jax.tree.map(np.testing.assert_array_equal, grads, same)
-    assert layers.max_factor_dim == max_factor_dim and (max_factor_dim == 100) == (layers.blocks == whole_layers.blocks)
+    assert layers.max_factor_dim == max_factor_dim and (max_factor_dim == 100) == (layers.layers == whole_layers.layers)
     for layer in layers:
         for name, size, count in (("A", layer.d_in, layer.num_blocks[0]), ("G", layer.d_out, layer.num_blocks[1])):
             expected, value = np.asarray(getattr(whole[layer.name], name)), getattr(found[layer.name], name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 
 import jax
@@ -646,3 +647,24 @@ def test_the_forward_pass_is_shared_and_statistics_are_collected_once(looped):
     # and A and G.
     expected = 6 if looped else 6 * depth - 2  # the first layer needs no gradient of its input
     assert len(re.findall(r" dot\(", program)) == expected
+
+
+def test_find_layers_keeps_no_likelihood_that_a_loss_builds():
+    """Check that likelihoods are freed with the traced programs, however many a loss builds."""
+
+    def loss(p, x):
+        own = kfac.curvature.Likelihood(lambda key, x: x, lambda x, target: -jnp.sum((target - x) ** 2, -1) / 2)
+        return jnp.mean(jnp.sum(kfac.mark_output(x @ p["w"], own) ** 2, -1)) / 2
+
+    def alive():
+        gc.collect()
+        return sum(isinstance(x, kfac.curvature.Likelihood) for x in gc.get_objects())
+
+    params, x = {"w": normal(0, D, 3, dtype=np.float32)}, normal(1, N, D, dtype=np.float32)
+    layers = kfac.find_layers(loss, params, x)
+    before = alive()
+    for _ in range(5):
+        assert kfac.find_layers(loss, params, x) == layers
+    assert alive() <= before
+    factors = kfac.statistics(loss, layers, fisher="sampled")(params, x, fisher_key=jax.random.key(0))
+    assert set(factors) == {"w"}

@@ -125,7 +125,7 @@ def test_a_scaled_constant_is_not_taken_for_examples():
 
 def test_constants_beside_arguments_may_be_shared_by_the_examples():
     layers = kfac.find_layers(lambda params, y: squares(X @ params["w"], y), {"w": array(6, 5)}, Y)
-    assert "the loss cannot be traced with 16 examples in argument 1" in layers.unknown_batch_reason
+    assert "the loss cannot be traced with 16 examples in argument 1" in repr(layers)
     assert layers["w"].kind == "gradient-factors"
     assert "it reads constants, which the examples that the loss hides may share" in layers["w"].note
 
@@ -137,7 +137,7 @@ def test_a_loss_without_arguments_has_its_examples_in_constants():
         return squares(X @ params["w"], Y)
 
     layers = kfac.find_layers(loss, params)
-    assert layers["w"].kind == "dense" and words in layers.unknown_batch_reason and words in repr(layers)
+    assert layers["w"].kind == "dense" and words in repr(layers)
     with pytest.raises(ValueError, match=f"the number of examples is not clear: {words}"):
         kfac.value_and_grad(loss, layers)(params)
     factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=8))(params)[2]

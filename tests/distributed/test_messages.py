@@ -124,7 +124,7 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
     layers = kfac.find_layers(loss, params, batch, **find)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
     tx = kfac.scale_by_kfac(layers)
-    measure = kfac.value_and_grad(loss, layers, communication_dtype=wire)
+    measure = kfac.value_and_grad(loss, layers, distribution=kfac.Distribution(communication_dtype=wire))
 
     def step(params, batch):
         _, grads, factors = measure(params, batch)

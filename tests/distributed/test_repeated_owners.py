@@ -46,7 +46,7 @@ def optimizer(found, options, **where):
 
 
 def wire_of(options):
-    return {name: options[name] for name in ("communication_dtype",) if name in options}
+    return {name: options[name] for name in ("distribution",) if name in options}
 
 
 def trained(step, params, state, shardings=None):
@@ -141,7 +141,7 @@ def test_over_a_mesh_it_is_one_device(x64):
 
 @pytest.mark.slow
 def test_without_the_check_and_in_bfloat16(x64):
-    step, state = in_shard_map({"communication_dtype": "bfloat16"}, check_vma=False)
+    step, state = in_shard_map({"distribution": kfac.Distribution(communication_dtype="bfloat16")}, check_vma=False)
     params, _ = trained(step, parameters(), state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02), params, on_one({})[0])
 

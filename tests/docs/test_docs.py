@@ -186,12 +186,6 @@ def test_every_option_of_one_call_and_of_adaptive_damping_is_documented_with_its
     for function in (kfac.train_step, kfac.adaptive_damping):
         table = _table(f"Options of `{function.__name__}`")
         assert {name: eval(default) for name, default in table.items()} == _options(function)
-    # The page says that these are also options of find_layers.
-    shared = _options(kfac.find_layers)
-    rows = _table("Options of `train_step`")
-    assert list(rows)[list(rows).index("batch_argnums") :] == [
-        name for name in rows if name in shared and name != "has_aux"
-    ]
 
 
 @pytest.mark.slow

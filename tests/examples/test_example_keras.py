@@ -219,8 +219,8 @@ def test_a_sequential_model_trains_on_single_batches(data):
 
 
 def test_accumulated_gradients_are_one_larger_batch(data):
-    whole = perceptron(adapter.KFAC(0.1, options={"statistics_fraction": 1}))
-    parts = perceptron(adapter.KFAC(0.1, options={"statistics_fraction": 1}, gradient_accumulation_steps=2))
+    whole = perceptron(adapter.KFAC(0.1, fraction=1))
+    parts = perceptron(adapter.KFAC(0.1, fraction=1, gradient_accumulation_steps=2))
     whole.train_on_batch(data[0][:64], data[1][:64])
     before = parts.get_weights()
     parts.train_on_batch(data[0][:32], data[1][:32])

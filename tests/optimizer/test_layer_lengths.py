@@ -408,7 +408,8 @@ def test_spectral_norms_of_steps(x64):
         return jnp.mean((jnp.tanh(x @ params["wide"] + params["b"]) @ params["tall"] - 1) ** 2)
 
     promised = {"wide": 2.0, "tall": 1.0, "conv": 3.0}  # sqrt(overlap max(1, d_out / d_in)), with overlap 9
-    step = kfac.train_step(loss_fn, 0.1, adaptive_layer_rates=False, max_factor_dim=64, verbose=False)
+    found = kfac.find_layers(loss_fn, params, images, max_factor_dim=64)
+    step = kfac.train_step(loss_fn, 0.1, layers=found, adaptive_layer_rates=False, verbose=False)
     state = step.init(params, images)
     for _ in range(3):
         new, state, _ = step(params, state, images)

@@ -126,9 +126,33 @@ MISTAKES = {
         lambda: kfac.train_step(loss_fn, optimizer()),
         r"learning_rate must be a number or a schedule, but is GradientTransformationExtraArgs",
     ),
-    "layers to train_step": (
-        lambda: kfac.train_step(loss_fn, RATE, layers=layers()),
-        r"train_step finds the layers by itself: leave layers= out, and pass rules= and max_factor_dim= here",
+    "rules beside layers": (
+        lambda: kfac.train_step(loss_fn, RATE, layers=layers(), rules={"bias": "skip"}),
+        r"rules=\{'bias': 'skip'\} has no effect with layers=: pass it to kfac\.find_layers",
+    ),
+    "a batch beside layers": (
+        lambda: kfac.train_step(loss_fn, RATE, layers=layers(), batch_argnums=1),
+        r"batch_argnums=1 has no effect with layers=: pass it to kfac\.find_layers",
+    ),
+    "params as the layers of train_step": (
+        lambda: kfac.train_step(loss_fn, RATE, layers=initial()),
+        r"layers must be what kfac\.find_layers returns, but is dict",
+    ),
+    "strict to train_step": (
+        lambda: kfac.train_step(loss_fn, RATE, strict=True),
+        r"no option strict=: use layers=kfac\.find_layers\(loss_fn, params, batch, strict=\.\.\.\)",
+    ),
+    "a dtype to train_step": (
+        lambda: kfac.train_step(loss_fn, RATE, communication_dtype="bfloat16"),
+        r"no option communication_dtype=: use distribution=kfac\.Distribution\(communication_dtype=",
+    ),
+    "a distribution of text": (
+        lambda: kfac.statistics(loss_fn, layers(), distribution="data"),
+        r"distribution must be a kfac\.Distribution or None, but is 'data'",
+    ),
+    "a fraction for kfac": (
+        lambda: kfac.kfac(RATE, layers(), statistics_fraction=1 / 4),
+        r"no option statistics_fraction=: use fraction= of kfac\.statistics",
     ),
     "a rate of text": (lambda: kfac.kfac("0.05", layers()), r"learning_rate must be a number or a schedule.*'0\.05'"),
     "a negative rate": (lambda: kfac.kfac(-RATE, layers()), r"learning_rate must lie in \[0, inf\), but is -0\.05"),
@@ -195,10 +219,6 @@ MISTAKES = {
     "a pattern for train_step that matches nothing": (
         lambda: kfac.train_step(loss_fn, RATE, rules={"nowhere": "reduce"}).init(initial(), batch(0)),
         r"rules=\{'nowhere': 'reduce'\} matches no parameter",
-    ),
-    "a kernel without rows for a strict train_step": (
-        lambda: kfac.train_step(doubled, RATE, strict=True).init(jnp.ones((4, 2)), jnp.ones((8, 4))),
-        r"1 parameter\(s\) have no exact rows",
     ),
     "fisher by another name": (
         lambda: kfac.value_and_grad(loss_fn, layers(), fisher="true"),
@@ -305,9 +325,8 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (statistics, {"basis": 3}, "basis is of type int: pass basis=kfac.curvature.eigenbasis"),
         (train, {"verbose": "no"}, "verbose must be True or False"),
         (train, {"fisher": "x"}, "fisher must be one of 'empirical'"),
-        (train, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
-        (train, {"strict": 1}, "strict must be True or False"),
-        (train, {"max_factor_dim": 0.5}, "max_factor_dim must be a positive int"),
+        (kfac.Distribution, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
+        (find, {"max_factor_dim": 0.5}, "max_factor_dim must be a positive int"),
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
         (train, {"preconditioner": "soap"}, r"preconditioner must be a kind of inverse such as kfac\.Cholesky"),
         (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),

@@ -26,8 +26,9 @@ def cross_entropy(logits, labels):
 
 def by_hand(loss_fn, params, batch, steps, rate=0.1, has_aux=False, **options):
     layers = kfac.find_layers(loss_fn, params, batch, has_aux=has_aux)
+    fraction = options.pop("statistics_fraction", None)
     tx = kfac.kfac(rate, layers, **options)
-    measure = kfac.statistics(loss_fn, layers, has_aux=has_aux, fraction=options.get("statistics_fraction", 1))
+    measure = kfac.statistics(loss_fn, layers, has_aux=has_aux, fraction=fraction)
     state = tx.init(params)
 
     @jax.jit
@@ -365,7 +366,8 @@ def test_init_says_what_a_mean_step_costs(capsys):
         return jnp.mean(jnp.square(jnp.tanh(x @ params["wide"]) @ params["head"]))
 
     params = {"wide": jnp.ones((400, 300)) / 20, "head": jnp.ones((300, 2)) / 20}
-    kfac.train_step(loss_fn, 0.1, max_factor_dim=8192).init(params, jnp.ones((64, 400)))
+    layers = kfac.find_layers(loss_fn, params, jnp.ones((64, 400)), max_factor_dim=8192)
+    kfac.train_step(loss_fn, 0.1, layers=layers).init(params, jnp.ones((64, 400)))
     said = capsys.readouterr().out
     price, alone = map(
         float, re.search(r"adds ([\d.]+) times the gradient's FLOPs.*, ([\d.]+) for wide alone", said).groups()
@@ -420,3 +422,37 @@ def test_train_step_takes_the_longest_interval_if_the_gradients_cost_is_unknown(
     step = kfac.train_step(experts, 0.1, overhead=overhead)
     assert step.init(jnp.ones((2, 3, 2)), x)[0].settings.interval.every == every
     assert capsys.readouterr().out.count("the gradient's FLOPs are unknown") == 2
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_train_step_passes_an_array_that_all_examples_share_whole_to_each_microbatch(x64, given):
+    """Check layers that `train_step` finds and layers that it is given. The scales have the length of no batch."""
+
+    def loss_fn(params, batch):
+        x, y, scale = batch
+        return 0.5 * jnp.mean(jnp.sum((x * scale @ params["w"] - y) ** 2, -1))
+
+    params = {"w": normal(0, 3, 2)}
+    batch = normal(1, 8, 3), normal(2, 8, 2), normal(3, 3)
+    layers = kfac.find_layers(loss_fn, params, batch)
+    ends = []
+    for parts in (1, 4):
+        found = {"layers": layers} if given else {}
+        step = kfac.train_step(loss_fn, 0.1, num_microbatches=parts, verbose=False, **found)
+        ends.append(step(params, step.init(params, batch), batch)[::2])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *ends)
+
+
+def test_train_step_takes_layers():
+    """Check that the layers' own options count, and that nothing is traced in search of layers."""
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.sum(jnp.tanh(x @ params["w"]) ** 2, -1))
+
+    params, x = {"w": jnp.ones((12, 3)) / 10}, normal(0, 8, 12, dtype=np.float32)
+    layers = kfac.find_layers(loss_fn, params, x, max_factor_dim=4)
+    step = kfac.train_step(loss_fn, 0.1, layers=layers, verbose=False)
+    state = step.init(params, x)
+    step(params, state, x)
+    assert kfac.curvature.factors_from_state(state, layers)["w"].A.shape == (3, 4, 4)
+    assert not step.layers

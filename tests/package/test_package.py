@@ -123,7 +123,6 @@ KEYWORDS = [
     ("kfac", "inverse", "preconditioner"),
     ("kfac", "inverse_every", "inverse_update_period"),
     ("kfac", "layer_rates", "adaptive_layer_rates"),
-    ("kfac", "subsample", "statistics_fraction"),
     ("scale_by_kfac", "factor_decay", "factor_ema_decay"),
     ("scale_by_kfac", "refresh_warmup", "interval_warmup_steps"),
     ("scale_by_kfac", "statistics_every", "statistics_period"),

@@ -184,7 +184,7 @@ def test_what_is_no_fraction_is_refused(value):
     with pytest.raises(ValueError, match="fraction must"):
         kfac.statistics(loss_fn, found(), fraction=value)
     with pytest.raises(ValueError, match="statistics_fraction must"):
-        kfac.kfac(0.1, found(), statistics_fraction=value)
+        kfac.train_step(loss_fn, 0.1, statistics_fraction=value)
 
 
 def test_layers_without_a_batch_are_refused():
@@ -210,3 +210,16 @@ def test_a_given_number_of_examples_is_scaled_with_the_rows(rows):
     found = kfac.statistics(rows_of_ten, layers, fraction=1 / 4, num_examples=10 * rows)(params, batch)
     expected = kfac.statistics(rows_of_ten, layers, num_examples=10 * len(kept))(params, kept)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("n", "shared", "kept"), [(63, False, 63), (64, False, 16), (64, True, 64)])
+def test_statistics_takes_a_quarter_of_64_examples_by_default(n, shared, kept):
+    """Check that few examples, and batches with an array that all examples share, are taken whole."""
+
+    def loss(p, batch):
+        return jnp.mean(jnp.sum(jnp.tanh(batch["x"] * batch.get("scale", 1.0) @ p["w"]) ** 2, -1))
+
+    p, data = {"w": normal(0, 4, 3)}, {"x": normal(1, n, 4)} | ({"scale": normal(2, 4)} if shared else {})
+    layers = kfac.find_layers(loss, p, data)
+    thinned = data | {"x": data["x"][:: n // kept]}
+    assert_close(kfac.statistics(loss, layers)(p, data), kfac.statistics(loss, layers, fraction=1)(p, thinned))

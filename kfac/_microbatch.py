@@ -1,25 +1,18 @@
-"""Average values, gradients and factors over micro-batches, and take a fraction of a batch."""
+"""Average values, gradients and factors over micro-batches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from kfac._capture.trace import (
-    ArgKey,
-    is_key,
-    is_typed_key,
-    leading_length,
-    named_arguments,
-)
+from kfac._capture.trace import is_key, is_typed_key, leaf_name, named_arguments
 from kfac._checks import check, check_given
-from kfac._layers import Layers
 from kfac._mesh import PyTree, zeros_of
 
 
@@ -60,17 +53,42 @@ def microbatch(
     """
     check(num_microbatches=num_microbatches)
     check_given(batch_argnums=batch_argnums)
+    return in_parts(fn, num_microbatches, batch_argnums)
+
+
+def in_parts(
+    fn: Callable[..., Any],
+    num_microbatches: int,
+    batch_argnums: int | Sequence[int] | None,
+    shared: Collection[str] = (),
+) -> Callable[..., Any]:
+    """Return `microbatch(fn, num_microbatches, batch_argnums=...)`, which passes some arrays whole to every part.
+
+    Args:
+      fn: the function.
+      num_microbatches: the number of parts.
+      batch_argnums: positions of the arguments to split.
+      shared: the names of the arrays in these arguments that all examples share, as in `Batch.shared`.
+    """
 
     @functools.wraps(fn)
     def accumulated(*args, **kwargs):
+        def split(k, path, leaf):
+            if leaf_name(k, path) in shared:
+                return None  # which is no leaf of the tree that the scan slices
+            return _parts(leaf, num_microbatches, k)
+
         parts = {}
-        for k in _split_positions(args, kwargs, batch_argnums):
-            split = functools.partial(_parts, count=num_microbatches, argnum=k)
-            parts[k] = jax.tree.map(split, args[k])
+        for k in _split_positions(args, kwargs, batch_argnums, shared):
+            parts[k] = jax.tree.map_with_path(functools.partial(split, k), args[k])
 
         def one(numbered):
             number, parts = numbered
-            full = [parts.get(k, argument) for k, argument in enumerate(args)]
+            full = list(args)
+            for k, part in parts.items():
+                full[k] = jax.tree.map(
+                    lambda whole, own: whole if own is None else own, args[k], part
+                )
 
             def folded(path, leaf):
                 inside = len(path) > 1 and path[0].key == "kwargs"
@@ -113,6 +131,7 @@ def _split_positions(
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
     batch_argnums: int | Sequence[int] | None,
+    shared: Collection[str],
 ) -> list[int]:
     """Return the sorted positions of the arguments to split.
 
@@ -123,7 +142,12 @@ def _split_positions(
     argnums = 1 if batch_argnums is None else batch_argnums
     named = named_arguments(argnums, range(1, len(args)), len(args) - 1)
     positions = sorted(map(int, named))
-    lengths = _leading_lengths([args[k] for k in positions])
+    arrays = []
+    for k in positions:
+        for path, leaf in jax.tree.leaves_with_path(args[k]):
+            if leaf_name(k, path) not in shared:
+                arrays.append(leaf)
+    lengths = _leading_lengths(arrays)
     if len(lengths) > 1:
         raise ValueError(
             f"arrays to split have different lengths {', '.join(map(str, lengths))}: pass what all parts share apart"
@@ -147,78 +171,6 @@ def _leading_lengths(tree: PyTree) -> list[int]:
     """Return the distinct leading lengths of all leaves with an axis, in leaf order."""
     shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
     return list(dict.fromkeys(shape[0] for shape in shapes if shape))
-
-
-class Thinned(NamedTuple):
-    """The arguments of a loss with a part of the batch.
-
-    Attributes:
-      args: the arguments by position.
-      kwargs: the arguments by name.
-      kept: the number of examples in the part.
-      rows: the number of examples in the whole batch.
-    """
-
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    kept: int
-    rows: int
-
-    def of(self, num_examples: int | None) -> int | None:
-        """Scale a user's number of examples from the whole batch to the part, rounded down. None stays None."""
-        return None if num_examples is None else num_examples * self.kept // self.rows
-
-
-def thin_batch(
-    layers: Layers,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
-    one_in: int,
-    multiple: int = 1,
-) -> Thinned:
-    """Keep every `one_in`-th example of a batch, or all examples if there are too few.
-
-    Args:
-      layers: the layers, which know the arguments with the batch.
-      args: the arguments of the loss by position.
-      kwargs: the arguments by name.
-      one_in: the distance between two kept examples.
-      multiple: a divisor of the number of kept examples, unless all examples are kept.
-
-    Raises:
-      ValueError: the layers were found without a batch.
-    """
-    if not layers.batch_argnums:
-        raise ValueError(
-            "fraction= needs a batch whose examples are known: name its arguments, "
-            "kfac.find_layers(loss_fn, params, batch, batch_argnums=1)"
-        )
-    counts = {1: 1}  # numbers of kept examples, by leading length
-
-    def thinned(key: ArgKey, argument: PyTree) -> PyTree:
-        if key not in layers.batch_argnums:
-            return argument
-
-        def thin(path, leaf):
-            name = f"argument {key!r}{jax.tree_util.keystr(path)}"
-            rows = leading_length(leaf, name, layers.shared)
-            if rows is None:
-                return leaf
-            count = rows // (one_in * multiple) * multiple or rows
-            counts[rows] = count
-            if count == rows:
-                return leaf
-            # Neighbouring examples lie on the same device, so the result is sharded like the batch. Without the
-            # barrier, XLA for GPUs (jaxlib 0.10.2) merges this slice into a matrix product and aborts.
-            groups = leaf[: count * one_in].reshape(count, one_in, *leaf.shape[1:])
-            return lax.optimization_barrier(groups[:, 0])
-
-        return jax.tree.map_with_path(thin, argument)
-
-    positional = tuple(thinned(key, x) for key, x in enumerate(args, 1))
-    named = {key: thinned(key, x) for key, x in kwargs.items()}
-    rows = max(counts)
-    return Thinned(positional, named, counts[rows], rows)
 
 
 def _parts(x: ArrayLike, count: int, argnum: int) -> Array:
