@@ -189,19 +189,25 @@ def cut(axis: Axis, start: int, size: int) -> tuple[Axis, Moves] | None:
     if size == inner:
         return axis, ()
     moves: Moves = ()
-    # The slower atoms are cut to a single entry, until the entries reach beyond one entry of an atom.
+    # The slower atoms are cut to a single entry, until the entries reach beyond one entry of an atom. For example, in
+    # an axis of atoms 4 x 6 the entries from 12 to 18 are row 2, and the entries from 6 to 18 are rows 1 and 2. The
+    # entries from 8 to 10 are a part of row 1. The entries from 4 to 8 lie in two rows, and are no box.
     for k, atom in enumerate(axis):
+        # From here on, `inner` is the length of one entry of this atom, and `start` counts inside this entry.
         inner //= atom.size
         first, start = divmod(start, inner)
         count = max(1, size // inner)
         if atom.of_leaf:
+            # A flipped atom is read from its end, so the leaf's entries before the cut are those that come after it.
             skipped = atom.size - first - count if atom.flipped else first
             moves += ((atom.axis, skipped * atom.stride),)
+        # The cut begins and ends with whole entries of this atom, so all faster atoms stay whole.
         if start == size % inner == 0 < size:
             left = axis[k + 1 :]
             if count > 1:
                 left = (atom._replace(size=count), *left)
             return left, moves
+        # The rest reaches into the next entry, so faster atoms would differ between the two entries.
         if start + size > inner:
             break
     return None

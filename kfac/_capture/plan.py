@@ -256,9 +256,13 @@ def _over_mesh(
     examples = tap.use.examples(batch)
     if not examples:
         return tap
+    # The examples may be several atoms, as in `x.reshape(2, n // 2, d)`. The mesh splits the slowest, so that each
+    # device has a run of neighbouring examples.
     position = examples[0]
     x = _data_axis(read, position)
     g = begins(read.y_axes, position)
+    # `shard_map` cuts an array's axis into runs of neighbours. A run holds whole examples only if the examples are the
+    # slowest atom of the axis and the devices divide them.
     axes = dividing_axes(flatten(read.y_axes)[position].size)
     if x is None or g is None or not axes:
         return tap
@@ -270,6 +274,7 @@ def _over_mesh(
         return arrange._replace(split=tuple(split))
 
     arrange_x = tap.arrange_x
+    # A lookup counts its indices, however many there are, so only its gradient has a shape to divide.
     if not isinstance(read.geometry, Lookup):
         arrange_x = share(arrange_x, dict(read.rows)[position])
     return dataclasses.replace(
@@ -287,10 +292,11 @@ def _data_axis(read: Read, position: int) -> int | None:
     """
     row = dict(read.rows).get(position)
     if isinstance(read.geometry, Lookup):
-        # The indices' first axis.
+        # The data are the indices. Their first axis must be the result's first axis.
         return 0 if begins(read.y_axes, position) == 0 else None
     if isinstance(read.geometry, Convolution):
-        # The patches' first atom holds the images.
+        # `rows` counts atoms of the patches `[n, positions..., features]`, but the tap splits the images. Their batch
+        # axis is anywhere, and only the patches' first atom comes from it.
         return read.geometry.spec[0] if row == 0 else None
     return None if row is None else begins(read.x_axes, row)
 

@@ -99,6 +99,7 @@ def settle(found: Findings) -> None:
                 found.uses[op] = replace(use, dropped=True)
                 if kernel.leaf in found.inexact:
                     found.note_use(use, "it is added to rows that all examples share")
+        # The result's gradient is a sum over two paths, and only the path through the batch has a row for each example.
         elif use.late and op in found.merged & found.leaked:
             found.note_use(
                 use, "it reads rows that examples share, and the loss by itself"
@@ -113,9 +114,12 @@ def _settle_apart(found: Findings, use: Use, with_rows: bool) -> None:
     `with_rows` says whether the parameter has a use that is not late.
     """
     op = use.op
-    # If the examples are unknown, constants may hold them.
+    # If the examples are unknown, constants may hold them. If only marked outputs carry the rows, the marks say what
+    # they weigh.
     apart = found.n is not None and (found.unmarked or op.unmarked)
     of_arguments = op.inputs[use.read.other].from_arguments
+    # A parameter that reads nothing but constants has a penalty, which says nothing about the examples. Beside exact
+    # rows, the constants may be a batch of their own, with an unknown weight.
     if not apart or not (of_arguments or with_rows):
         found.uses[op] = replace(use, late=False, dropped=apart)
     elif of_arguments:

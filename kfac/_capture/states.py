@@ -268,13 +268,16 @@ class Use:
         """
         if n is None:
             return None
+        # Look at the result as if the loops stacked it: a loop over micro-batches holds the slow part of the examples.
         along = tuple(loop.along for loop in self.op.loops)
         positions = positions_of_examples(along + self.for_all(n).read.y_axes, n)
         if positions is None:
             return None
         in_loops = len(flatten(along))
         outer = [p for p in positions if p < in_loops]
-        # A scan may iterate over a faster part of the examples than its body holds.
+        # `positions` runs from the slowest to the fastest part of the examples, so the loops' parts must come first,
+        # the outer loop before the inner. If a scan iterates over a faster part than its body holds, rows are not in
+        # the batch's order.
         if list(positions[: len(outer)]) != sorted(outer):
             return None
         return tuple(p - in_loops for p in positions[len(outer) :])

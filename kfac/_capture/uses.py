@@ -253,20 +253,26 @@ def _pair_atoms(
     stack = use.view.stack
     if picks is None or use.view.picks is None or len(view.stack) != len(stack):
         return None
+    # Layer 3 of a stacked bias belongs to layer 3 of the stacked kernel only.
     if [entry for _, entry in picks] != [entry for _, entry in use.view.picks]:
         return None
     # Compare axis by axis: first the parts of the leaves, then the axes of the surrounding scans, then the axes of the
-    # sum.
+    # sum. The sum may have merged atoms of the kernel, as `reshape` does, or lost them by broadcasting. Split its axes
+    # at the kernel's own atoms, so that only whole atoms are paired.
     atoms = atoms_of(stack + use.read.y_axes)
     split = [axes_lib.split_like(axis, atoms) for axis in use_axes]
     own = [*((atom,) for atom, _ in picks), *view.stack, *axes]
     theirs = [*((atom,) for atom in use.picked), *stack, *split]
     pairs = []
     for axis, other in zip(own, theirs, strict=True):
+        # Beside a kernel's features `[2, 3]`, a bias `[6]` becomes `[2, 3]`, too. Atoms `[4, 6]` and `[6, 4]` have no
+        # common refinement: their elements correspond, but their layouts do not.
         refined = None if other is None else axes_lib.common_refinement(axis, other)
         if refined is None:
             return None
         for atom, partner in refined:
+            # A feature without an entry of the vector has no bias, and an entry that is added along examples or
+            # positions belongs to no single feature.
             if atom.of_leaf != partner.of_leaf:
                 return None
             if atom.of_leaf:

@@ -386,6 +386,7 @@ def _differentiate(
             handed_sums.append(jnp.sum(x, axis=tuple(range(scans))))
         return (outs[0], handed_sums), outs
 
+    # One forward pass serves all backward passes that follow, because `pull` keeps its residuals.
     (value, handed_sums), pull, outs = jax.vjp(
         loss_and_handed, wanted, probes, has_aux=True
     )
@@ -394,7 +395,9 @@ def _differentiate(
     grads, sums = pull((jnp.ones_like(value), handed_sums))
     if fisher == "empirical":
         if marks.weighted:
-            # A term of weight `w` has `w` times the curvature, but gradients `w` times as long.
+            # A term of weight `w` has `w` times the curvature, but gradients `w` times as long, whose squares grow by
+            # `w^2`. So the statistics need gradients that are divided by `sqrt(w)`, while the gradients that are
+            # returned stay as they are: hence a pass of its own.
             weights = weights_to(marks, -0.5)
 
             def loss_of(probes):
@@ -405,10 +408,13 @@ def _differentiate(
         return outs, grads, planned.factors(sums)
 
     def factors_of(cotangents):
+        # The loss's cotangent is 0, so nothing but the likelihood's gradients flows back from the marks.
         return planned.factors(pull((jnp.zeros_like(value), cotangents))[1])
 
     if fisher == "sampled":
         return outs, grads, factors_of(jax.tree.map(jnp.ones_like, handed_sums))
+    # The expectation is a sum over the features of all marks, one backward pass for each. A scan runs them one after
+    # the other, because `vmap` would hold the statistics of all features at once.
     features, unravel = ravel_pytree(handed_sums)
     units = jnp.eye(len(features), dtype=features.dtype)
     units = as_varying(units, varying_axes(features))

@@ -154,6 +154,7 @@ def _by_pair(
     """
     if k == len(axes):
         return _correlate(left, right, axes)
+    # Offsets count all positions. Near the border a tap pair sees fewer, so take the missing strips off below.
     everywhere = _by_pair(left, right, axes, k + 1)
     axis = axes[k]
     partial = axis.partial()
@@ -165,14 +166,16 @@ def _by_pair(
     widths[k] = (0, more)
     result = jnp.pad(everywhere, widths)
     for place, pair in enumerate(partial, everywhere.shape[k]):
+        # Zero is in the middle of the offsets, hence `axis.steps +`.
         part = lax.index_in_dim(everywhere, axis.steps + pair.steps, axis=k)
         for start, stop in pair.strips:
-            # The data are already cut to the strip.
+            # The data are already cut to the strip. The two slices below apply the offset, so a window of 1 is left.
             length = stop - start
             strip = list(axes)
             strip[k] = Axis(length, 1, 1, 0, length)
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
+            # Reuse the same slice where both sides agree, because `_correlate` then halves the work.
             if left is not right or pair.offset:
                 start += pair.offset
                 from_right = lax.slice_in_dim(right, start, start + length, axis=k + 1)
