@@ -90,7 +90,7 @@ def test_the_tables_of_options_are_complete():
     assert set(NUMBERS) | set(SWITCHES) | ELSEWHERE == set(ALL_OPTIONS)
     own = {"overhead", "adaptive_layer_rates"}
     assert set(KFAC_OPTIONS) - own < set(ALL_OPTIONS)
-    assert len(KFAC_OPTIONS) <= 11
+    assert len(KFAC_OPTIONS) <= 12
     for value, fields in ((kfac.Distribution(), DEVICES | OTHER_FIELDS), *((i, INVERSE_FIELDS) for i in INVERSES)):
         assert {field.name for field in dataclasses.fields(value)} == fields
     assert set(SCALE_OPTIONS) <= set(ALL_OPTIONS)
