@@ -81,7 +81,7 @@ SWITCHES = {
 INVERSE_FIELDS = {"precision", "scale_damping"}
 DEVICES = {"axis_name", "mesh"}
 # Other tests check these fields: the tests of the assignment and of several devices.
-OTHER_FIELDS = {"owner_axes"}
+OTHER_FIELDS = {"communication_dtype", "owner_axes"}
 # The other tests check these options.
 ELSEWHERE = {"layers", "statistics_period", "distribution"}
 
@@ -668,6 +668,7 @@ BAD_FIELDS = {
     "axis_name": [3, 1.5, ("data", 3)],
     "mesh": ["devices", 8],
     "owner_axes": [3, 1.5, ("data", 3)],
+    "communication_dtype": ["float16", None, 16],
 }
 INVERSES = [kfac.Cholesky(), kfac.Eigh(), kfac.EKFAC()]
 
