@@ -159,7 +159,7 @@ class Layer:
 
     @property
     def refresh_cost(self) -> int:
-        """Work to invert one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
+        """Work to refresh one copy's blocks, `d^3` for each `[d, d]` factor of each piece. Diagonals count as 0."""
         shapes = self.block_shapes.values()
         return self.pieces * sum(shape[0] ** 3 for shape in shapes if len(shape) == 2)
 

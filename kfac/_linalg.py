@@ -56,7 +56,7 @@ def product(
     Args:
       spec: the subscripts.
       precision: an option of `BlockPreconditioner`.
-      dtype: the dtype of stored inverses, to which both operands are cast.
+      dtype: the dtype to which both operands are cast.
       wide: the dtype of the sums and the result.
       *operands: the two operands.
     """
@@ -182,10 +182,13 @@ def factorise(stack: Array) -> Factorisation:
         factor = lax.linalg.cholesky(stack.mT, symmetrize_input=False)
         identity = jnp.broadcast_to(jnp.eye(d, dtype=stack.dtype), stack.shape)
         return lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    # With S = [[S1, S2^T], [S2, S3]] = L L^T, the corner solves C L1^T = S2, and L2 factorises the Schur complement
+    # S3 - C C^T.
     h = d // 2
     first = factorise(stack[:, :h, :h])
     corner = solve(stack[:, h:, :h], first)
     last = factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
+    # B = -W2 C W1. For `orthonormal`, which only solves, XLA drops this product.
     below = -_from_left(last, _from_right(corner, first))
     return Halves(first, corner, below, last)
 
@@ -197,6 +200,7 @@ def solve(
     """Return `B L^-T`. Of the inverse, only the diagonal blocks are used."""
     if not isinstance(factor, Halves):
         return exact_product(b, factor.mT)
+    # By substitution: X1 L1^T = B1, then X2 L2^T = B2 - X1 C^T. A product with the whole W^T would be less accurate.
     h = factor.corner.shape[-1]
     left = solve(b[:, :, :h], factor.first)
     rest = b[:, :, h:] - exact_product(left, factor.corner.mT)
@@ -233,6 +237,7 @@ def _gram(factor: Factorisation) -> Array:
     """Return `W^T W`, symmetric to the last bit."""
     if not isinstance(factor, Halves):
         return _symmetric(exact_product(factor.mT, factor))
+    # W^T W = [[W1^T W1 + B^T B, B^T W2], [W2^T B, W2^T W2]]
     below = factor.below
     top = _gram(factor.first) + _symmetric(exact_product(below.mT, below))
     beside = _from_right(below.mT, factor.last)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-Axes = tuple[str, ...]
-AxisName = str | Axes
+AxisNames = tuple[str, ...]
+AxisName = str | AxisNames
 PyTree: TypeAlias = Any  # any tree of arrays
 
 
-def axis_names(axis: AxisName | None) -> Axes:
+def axis_names(axis: AxisName | None) -> AxisNames:
     """Return the axis names as a tuple, which is empty for None."""
     if axis is None:
         return ()
@@ -44,12 +44,12 @@ def varying_axes(tree: PyTree) -> frozenset[str]:
     return axes
 
 
-def device_axes() -> Axes:
+def device_axes() -> AxisNames:
     """Return the manual axes: the mesh axes that an enclosing `shard_map` or `pmap` has bound."""
     return _axes_of(AxisType.Manual)
 
 
-def _axes_of(kind: AxisType) -> Axes:
+def _axes_of(kind: AxisType) -> AxisNames:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind_of_axis in kinds if kind_of_axis == kind)
@@ -170,7 +170,7 @@ def axis_size(axis_name: AxisName) -> int | None:
         return None
 
 
-def dividing_axes(length: int) -> Axes:
+def dividing_axes(length: int) -> AxisNames:
     """Return the non-manual mesh axes whose devices can share `length` examples equally."""
     mesh = jax.sharding.get_abstract_mesh()
     devices = 1
@@ -243,7 +243,7 @@ def _sum_of_parts(
     return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
 
 
-def explicit_axes() -> Axes:
+def explicit_axes() -> AxisNames:
     """Return the explicit mesh axes. An array's type tells its sharding over these axes."""
     return _axes_of(AxisType.Explicit)
 

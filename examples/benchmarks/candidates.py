@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kfac._linalg import spd_inverse
-from kfac._statistics.offsets import Axis, offset_moment
+from kfac._statistics.offsets import WindowAxis, offset_moment
 
 
 def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
@@ -40,7 +40,9 @@ def conv_ways(x: jax.Array, window: int, stride: int) -> dict[str, Callable[[jax
         return lax.scan(lambda total, part: (total + gram(patches(part)), None), zeros, parts)[0]
 
     def by_offset(x: jax.Array) -> jax.Array:
-        return offset_moment(x, (Axis(x.shape[1], window, 1, pad, out), Axis(x.shape[2], window, 1, pad, out)))
+        return offset_moment(
+            x, (WindowAxis(x.shape[1], window, 1, pad, out), WindowAxis(x.shape[2], window, 1, pad, out))
+        )
 
     ways: dict[str, Callable[[jax.Array], jax.Array]] = {
         "patches of the whole batch": lambda x: gram(patches(x)),

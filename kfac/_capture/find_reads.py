@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
-from kfac._capture import shared_rows, uses
+from kfac._capture import common_rows, uses
 from kfac._capture.axes import Axis
 from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import FUNCTIONS, SUMS
@@ -26,7 +26,7 @@ from kfac._capture.states import (
     Output,
     State,
     View,
-    shared_by,
+    common_reads,
 )
 from kfac._capture.trace import Trace
 
@@ -37,7 +37,7 @@ class Reads(Findings):
     `_visit` computes the states of an op's results from the states of its inputs. It checks these cases in order:
 
     1. The op carries no gradient to the loss.
-    2. Rows that all examples share meet the examples (`shared_rows.py`).
+    2. Rows that all examples share meet the examples (`common_rows.py`).
     3. The op has a program inside (`_scan`, `_walk`).
     4. All inputs are data (`_output_after`).
     5. The op is a product (`uses.product`).
@@ -56,12 +56,12 @@ class Reads(Findings):
             states.append(Data() if leaf in skipped else view)
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states)
-        self.leaked |= loss.shared
+        self.leaked |= loss.common
         if isinstance(loss, View) and loss.mixed:
             for leaf in loss.leaves:
                 self.note(leaf, "the loss", "it multiplies a mean over the examples")
         self.apart |= loss.leaves
-        shared_rows.settle(self)
+        common_rows.settle(self)
 
     def _walk(self, program: Program, states: Sequence[State]) -> list[State]:
         results = program.run(states, lambda _: Data(), self._visit)
@@ -75,11 +75,11 @@ class Reads(Findings):
             self.unmarked |= _reads_batch(operands)
         if not op.alive:
             return [Data()] * len(op.outputs)
-        if shared_by(operands):
-            if shared_rows.meet_examples(self, op, operands):
+        if common_reads(operands):
+            if common_rows.meet_examples(self, op, operands):
                 return [Data()]
-            if not shared_rows.stay_shared(op, operands):
-                states = list(map(self.unshared, states))
+            if not common_rows.stay_common(op, operands):
+                states = list(map(self.without_common_rows, states))
                 operands = list(map(Operand, op.inputs, states))
         if op.name == "optimization_barrier":
             return list(map(_behind_barrier, states))
@@ -93,7 +93,7 @@ class Reads(Findings):
             return leaving
         with_params = [k for k, s in enumerate(states) if not isinstance(s, Data)]
         if not with_params:
-            result = Data(self._output_after(op, operands), shared_by(operands))
+            result = Data(self._output_after(op, operands), common_reads(operands))
             return [result] * len(op.outputs)
         if op.product:
             return [uses.product(self, op, operands)]
@@ -142,7 +142,7 @@ class Reads(Findings):
             if carried and not isinstance(entering[position], Data):
                 results.append(states[position])
             elif isinstance(state, Data):
-                self.unshared(state)
+                self.without_common_rows(state)
                 results.append(Data())
             elif carried and op.outputs[k].size > 1:
                 # From the second iteration on, the body reads parameters in an input that the walk took for data.

@@ -16,7 +16,7 @@ from kfac._capture.states import (
     Use,
     View,
 )
-from kfac._capture.taps import Plan
+from kfac._capture.taps import TapPlan
 from kfac._layers import KRONECKER_KINDS
 from kfac._leaves import Layout
 
@@ -51,8 +51,8 @@ class Findings:
       merged: late uses whose results have met the examples.
       leaked: late uses whose results reach the loss by themselves.
       plan: the parts of a replay's plan that do not depend on taps. `multipliers` maps each op that produces a scaled
-        view to the operand that is the view. `merges` maps each op at which shared rows meet the examples to the axis
-        of the examples. `inside` holds the scans and remats around such ops, remats that shared rows enter, and scans
+        view to the operand that is the view. `merges` maps each op at which common rows meet the examples to the axis
+        of the examples. `inside` holds the scans and remats around such ops, remats that common rows enter, and scans
         and remats that a scaled view leaves.
     """
 
@@ -65,7 +65,7 @@ class Findings:
     apart: Leaves = NONE
     merged: Ops = frozenset()
     leaked: Ops = frozenset()
-    plan: Plan = field(default_factory=Plan)
+    plan: TapPlan = field(default_factory=TapPlan)
 
     def add(self, use: Use) -> Data:
         """Add a use. Return the state of its result."""
@@ -100,11 +100,11 @@ class Findings:
             self.note(leaf, op.describe(), earlier or reason)
         return Data()
 
-    def unshared(self, state: State) -> State:
-        """Return the state without shared rows, and note that the kernels that read these rows are inexact."""
-        if not isinstance(state, Data) or not state.shared:
+    def without_common_rows(self, state: State) -> State:
+        """Return the state without common rows, and note that the kernels that read these rows are inexact."""
+        if not isinstance(state, Data) or not state.common:
             return state
         for use in self.uses.values():
-            if use.op in state.shared:
+            if use.op in state.common:
                 self.note_use(use, "it reads rows that all examples share")
-        return replace(state, shared=Ops())
+        return replace(state, common=Ops())

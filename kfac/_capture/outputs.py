@@ -19,7 +19,7 @@ from kfac._capture.likelihoods import Likelihood, MarkName
 from kfac._capture.program import Op, Value
 from kfac._capture.replay import replay
 from kfac._capture.states import Use
-from kfac._capture.taps import AtMark, Key, Plan
+from kfac._capture.taps import AtMark, Key, TapPlan
 from kfac._capture.trace import Batch, Trace, trace
 from kfac._checks import check
 from kfac._mesh import PyTree, as_varying, varying_axes, with_auto_axes
@@ -272,7 +272,7 @@ class Marks(NamedTuple):
                 "rules={pattern: 'skip'}"
             )
 
-    def place(self, plan: Plan, make: Callable[[Mark], AtMark]) -> None:
+    def place(self, plan: TapPlan, make: Callable[[Mark], AtMark]) -> None:
         """Add `make(mark)` to `plan`, for each mark, as the function to call at the mark."""
         for mark in self.marks:
             plan.marks[mark.op] = mark.key, make(mark)
@@ -469,7 +469,7 @@ def marked(
     n, unclear = marks.num_examples(num_examples, traced.batch, {})
     if n is None:
         raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
-    plan = Plan()
+    plan = TapPlan()
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
     entries = {mark.key: jnp.zeros(mark.scans) for mark in marks.marks}
 

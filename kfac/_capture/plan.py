@@ -20,7 +20,7 @@ from kfac._capture.outputs import Marks
 from kfac._capture.primitives import Read
 from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
-from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, Plan
+from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, TapPlan
 from kfac._capture.trace import Trace, split_over
 from kfac._factors import Basis, Factors, Kronecker, Ragged, Statistics
 from kfac._layers import Layer, Layers
@@ -32,7 +32,7 @@ from kfac._statistics.rows import Arrangement, Lookup
 Probe = Array | jax.ShapeDtypeStruct | Kronecker | Ragged
 
 
-class Planned(NamedTuple):
+class StatisticsPlan(NamedTuple):
     """A plan by which `value_and_grad` collects and finishes the statistics of a loss.
 
     Attributes:
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
 
     num_examples: int
     batch: int | None
-    plan: Plan
+    plan: TapPlan
     lies: AxisName | None
     wire: str
     finishers: dict[str, KroneckerFinisher | ElementwiseFinisher]
@@ -83,7 +83,7 @@ def plan_taps(
     num_examples: int | None,
     moments: bool,
     wire: str,
-) -> Planned:
+) -> StatisticsPlan:
     """Find the layers of a traced loss and plan their taps.
 
     Args:
@@ -101,7 +101,7 @@ def plan_taps(
     if analysis.layers._unclear:
         raise ValueError(analysis.layers._unclear)
     check_same(layers, analysis.layers)
-    planned = Planned(
+    planned = StatisticsPlan(
         analysis.num_examples or 1,
         traced.batch.num_examples,
         analysis.reads.plan,
@@ -152,7 +152,7 @@ def _rows(use: Use, examples: Collection[int]) -> list[int]:
 
 
 def _plan_kronecker(
-    planned: Planned,
+    planned: StatisticsPlan,
     layer: Layer,
     uses: Sequence[list[Use]],
     moments: bool,
@@ -207,7 +207,7 @@ def _plan_kronecker(
 
 
 def _over_devices(
-    planned: Planned,
+    planned: StatisticsPlan,
     layer: Layer,
     taps: list[KroneckerTap],
 ) -> list[KroneckerTap]:
@@ -302,7 +302,7 @@ def _data_axis(read: Read, position: int) -> int | None:
 
 
 def _examples(
-    planned: Planned,
+    planned: StatisticsPlan,
     layer: Layer,
     use: Use,
     moments: bool,
@@ -325,7 +325,7 @@ def _examples(
 
 
 def _plan_elementwise(
-    planned: Planned,
+    planned: StatisticsPlan,
     layer: Layer,
     uses: Sequence[list[Use]],
 ) -> None:

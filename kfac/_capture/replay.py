@@ -13,12 +13,12 @@ from jax import Array, lax
 from kfac._capture import primitives
 from kfac._capture.parameters import chosen
 from kfac._capture.program import Op, Program
-from kfac._capture.taps import Key, KroneckerTap, Plan, Probes, tapped, together
+from kfac._capture.taps import Key, KroneckerTap, Probes, TapPlan, tapped, together
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Shared:
+class CommonRows:
     """An array that all `n` examples share, repeated for each example: `[n, ...]`.
 
     The repetition makes the gradient of each example known.
@@ -27,21 +27,21 @@ class Shared:
     rows: Array
 
 
-MaybeShared = Array | Shared
+MaybeCommon = Array | CommonRows
 
 
-def _any_shared(values: Sequence[MaybeShared]) -> bool:
-    return any(isinstance(value, Shared) for value in values)
+def _any_common(values: Sequence[MaybeCommon]) -> bool:
+    return any(isinstance(value, CommonRows) for value in values)
 
 
-def _rows(value: MaybeShared) -> Array:
-    if isinstance(value, Shared):
+def _rows(value: MaybeCommon) -> Array:
+    if isinstance(value, CommonRows):
         return value.rows
     return value
 
 
-def _alone(value: MaybeShared) -> Array:
-    if isinstance(value, Shared):
+def _alone(value: MaybeCommon) -> Array:
+    if isinstance(value, CommonRows):
         return value.rows[0]
     return value
 
@@ -53,7 +53,7 @@ class Replayed(NamedTuple):
     parameter's.
     """
 
-    value: MaybeShared
+    value: MaybeCommon
     multiplier: Array | None = None
 
 
@@ -62,7 +62,7 @@ Handed = dict[Key, Any]
 
 
 def replay(
-    program: Program, args: Sequence[Array], plan: Plan, probes: Probes
+    program: Program, args: Sequence[Array], plan: TapPlan, probes: Probes
 ) -> tuple[list[Array], Handed]:
     """Evaluate a program with the taps of `plan`.
 
@@ -75,7 +75,7 @@ def replay(
 
 
 def _replay(
-    program: Program, arguments: Sequence[Replayed], plan: Plan, probes: Probes
+    program: Program, arguments: Sequence[Replayed], plan: TapPlan, probes: Probes
 ) -> tuple[list[Replayed], Handed]:
     replaying = _Replay(plan, dict(probes))
     results = program.run(
@@ -88,7 +88,7 @@ def _replay(
 class _Replay:
     """The evaluation of a program, apart from the programs inside its scans and remats."""
 
-    plan: Plan
+    plan: TapPlan
     probes: dict[Key, Any]
     handed: Handed = field(default_factory=dict)
 
@@ -159,14 +159,14 @@ class _Replay:
         if op in plan.late:
             other = taps[0].use.read.other
             rows = values[other]
-            if not isinstance(rows, Shared):
+            if not isinstance(rows, CommonRows):
                 shape = (plan.late[op], *rows.shape)
-                values[other] = Shared(jnp.broadcast_to(rows, shape))
+                values[other] = CommonRows(jnp.broadcast_to(rows, shape))
         kronecker = {}
         for tap in taps:
             if isinstance(tap, KroneckerTap) and not op.loops:
                 kronecker[tap.key] = probes[tap.key]
-        if kronecker and not _any_shared(values):
+        if kronecker and not _any_common(values):
             values, joined = together((values, kronecker))
             probes.update(joined)
         outs = _evaluate(op, values, plan.merges.get(op))
@@ -174,7 +174,7 @@ class _Replay:
             multiplier = inputs[tap.use.read.operand].multiplier
             residuals = tap.residuals(list(map(_rows, values)), multiplier, probes)
             y = tapped(tap, residuals, _rows(outs[0]), probes[tap.key])
-            outs = [Shared(y) if op in plan.late else y]
+            outs = [CommonRows(y) if op in plan.late else y]
         return outs
 
 
@@ -184,27 +184,27 @@ def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[A
     return op.derivatives(values, operand, inputs[operand].multiplier)
 
 
-def _evaluate(op: Op, values: Sequence[MaybeShared], axis: int | None) -> list[Any]:
-    """Evaluate an op, whose inputs may be `Shared`.
+def _evaluate(op: Op, values: Sequence[MaybeCommon], axis: int | None) -> list[Any]:
+    """Evaluate an op, whose inputs may be `CommonRows`.
 
-    If shared rows meet the examples at this op, `axis` is the result's axis of examples. Otherwise it is None.
+    If common rows meet the examples at this op, `axis` is the result's axis of examples. Otherwise it is None.
     """
     arrays = list(map(_rows, values))
-    if not _any_shared(values):
+    if not _any_common(values):
         return op.compute(arrays)
     if axis is not None and len(values) > 1:
         shape = op.outputs[0].shape
         whole = [jnp.broadcast_to(_at_axis(value, axis), shape) for value in values]
         return [primitives.ELEMENTWISE[op.name](*whole)]
-    axes = [0 if isinstance(value, Shared) else None for value in values]
+    axes = [0 if isinstance(value, CommonRows) else None for value in values]
     outs = jax.vmap(op.compute, in_axes=(axes,))(arrays)
     if axis is None:
-        return list(map(Shared, outs))
+        return list(map(CommonRows, outs))
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
 
 
-def _at_axis(value: MaybeShared, axis: int) -> Array:
-    """Return shared rows with the examples at `axis`, where the rows have length 1."""
-    if isinstance(value, Shared):
+def _at_axis(value: MaybeCommon, axis: int) -> Array:
+    """Return common rows with the examples at `axis`, where the rows have length 1."""
+    if isinstance(value, CommonRows):
         return jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
     return value

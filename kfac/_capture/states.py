@@ -47,12 +47,12 @@ class Output:
 class Data:
     """An activation.
 
-    `shared` holds the ops of late uses from whose results the activation is computed. If there are any, all examples
+    `common` holds the ops of late uses from whose results the activation is computed. If there are any, all examples
     share its rows.
     """
 
     output: Output | None = None
-    shared: Ops = frozenset()
+    common: Ops = frozenset()
     leaves: ClassVar[Leaves] = NONE
 
 
@@ -87,7 +87,7 @@ class View:
     inexact: str = ""
     beside: Leaves = NONE
     made: tuple[Op, int] | None = None
-    shared: ClassVar[Ops] = frozenset()
+    common: ClassVar[Ops] = frozenset()
 
     @property
     def leaves(self) -> Leaves:
@@ -120,7 +120,7 @@ class Derived:
     leaves: Leaves
     how: str
     repeated: bool = False
-    shared: ClassVar[Ops] = frozenset()
+    common: ClassVar[Ops] = frozenset()
 
 
 State = Data | View | Derived
@@ -143,7 +143,7 @@ class Operand(NamedTuple):
     def meets_data(self) -> bool:
         """Whether it is data that depends on the batch, or a parameter that has been combined with such data."""
         if isinstance(self.state, Data):
-            return self.value.of_batch or bool(self.state.shared)
+            return self.value.of_batch or bool(self.state.common)
         return isinstance(self.state, View) and self.state.mixed
 
 
@@ -154,9 +154,9 @@ def leaves_of(operands: Operands) -> Leaves:
     return NONE.union(*(x.state.leaves for x in operands))
 
 
-def shared_by(operands: Operands) -> Ops:
+def common_reads(operands: Operands) -> Ops:
     """Return the late uses from whose results the operands are computed."""
-    return Ops().union(*(x.state.shared for x in operands))
+    return Ops().union(*(x.state.common for x in operands))
 
 
 class Joined(NamedTuple):

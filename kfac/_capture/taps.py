@@ -28,9 +28,9 @@ from kfac._packing import pieces_along
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
     Arrangement,
-    Groups,
     Lookup,
     OneHot,
+    RaggedRows,
     Rows,
     as_floats,
 )
@@ -125,8 +125,8 @@ class KroneckerTap:
         )
         outputs: Any = Rows(self.arrange_g(g))
         if sizes is not None:
-            inputs = Groups(inputs.array[0, 0], sizes)
-            outputs = Groups(outputs.array[0, 0], sizes)
+            inputs = RaggedRows(inputs.array[0, 0], sizes)
+            outputs = RaggedRows(outputs.array[0, 0], sizes)
             return Ragged(self._side("A", inputs), self._side("G", outputs), sizes)
         moments = None
         if basis is not None:
@@ -250,14 +250,14 @@ def _together(primals, tangents):
 AtMark = Callable[[Array, Any], tuple[Array, Array]]
 
 
-class Plan:
+class TapPlan:
     """The additions of a replay to a program and the programs inside it.
 
     Attributes:
       taps: the taps behind an op.
       multipliers: for an op whose result is a scaled view of a parameter, the number of the operand that is the view.
       late: for an op with taps that reads rows shared by all examples, the number of examples.
-      merges: for an op at which shared rows meet the examples, the result's axis of examples.
+      merges: for an op at which common rows meet the examples, the result's axis of examples.
       marks: for a marked output, its key and its function.
       inside: the scans and remats whose bodies are replayed. For each, the keys of the probes used there, with True for
         a probe that has an entry for each iteration.

@@ -55,7 +55,7 @@ def _kernel(
     """Record a product with a kernel. Return None if the product has no rows of data."""
     value, state = other
     if isinstance(state, Data):
-        has_rows = value.of_batch and not state.shared
+        has_rows = value.of_batch and not state.common
     else:
         has_rows = other.repeated
     if not has_rows and (read.op != "dense" or not isinstance(state, Data)):
@@ -78,7 +78,7 @@ def _kernel(
     result = found.add(use)
     if has_rows:
         return result
-    return replace(result, shared=state.shared | {op})
+    return replace(result, common=state.common | {op})
 
 
 def _why_inexact(view: View) -> str:
@@ -108,14 +108,14 @@ def elementwise(
     # one example.
     hidden = found.n is None or any(loop.longer for loop in op.loops)
     repeats = hidden or is_broadcast(axes) or any(result.grown)
-    if joined or (repeats and value.of_batch and not data.shared):
+    if joined or (repeats and value.of_batch and not data.common):
         if view.inexact or view.beside:
             return None
         if joined is None or found.uses[joined.op].read.op not in KERNEL_OPS:
-            found.unshared(data)
+            found.without_common_rows(data)
         state = found.add(Use(read, view, op, joined))
-        return replace(state, shared=data.shared)
-    if data.shared:
+        return replace(state, common=data.common)
+    if data.common:
         return None
     if read.op == "add":
         # A sum keeps the gradient up to its sign.

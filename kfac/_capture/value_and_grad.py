@@ -20,7 +20,7 @@ from kfac._capture.outputs import (
     keys_of,
     weights_to,
 )
-from kfac._capture.plan import Planned, plan_taps
+from kfac._capture.plan import StatisticsPlan, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
 from kfac._capture.taps import Probes
@@ -354,7 +354,7 @@ def _check_own(traced: Trace, differing: frozenset[str]) -> None:
 
 def _differentiate(
     run: Callable,
-    planned: Planned,
+    planned: StatisticsPlan,
     marks: Marks,
     wanted: dict[int, Array],
     probes: Probes,

@@ -1,1 +1,1 @@
-"""Stacks of curvature blocks: compute their inverses, apply these to gradients, and handle failures."""
+"""Stacks of curvature blocks: compute their preconditioners, apply these to gradients, and handle failures."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kfac._checks import check_by_layer
+from kfac._checks import check_by_layer, check_shapes
 from kfac._curvature import kronecker
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._curvature.unitwise import ChannelPreconditioner
@@ -105,7 +105,7 @@ class Group:
         return np.repeat([layer.supports_ekfac for layer in self.layers], self.counts)
 
     def preconditioner_of(self, choice: BlockPreconditioner) -> BlockPreconditioner:
-        """Return the user's `choice` for Kronecker blocks, or the closed-form inverse for unit-wise blocks."""
+        """Return the user's `choice` for Kronecker blocks, or `ChannelPreconditioner` for unit-wise blocks."""
         if self.owned:
             return choice
         return ChannelPreconditioner(choice.precision, choice.scale_damping)
@@ -186,6 +186,8 @@ class Group:
 
         If kernels are cut into pieces, or if only some members have a bias, the list holds only the group itself.
         """
+        # The rows of a stack `[k, d_in, d_out]` belong to leaves: first the kernel's, then the bias. A slice of rows
+        # serves all members only if their leaves have the same widths.
         widths = set()
         for layer in self.layers:
             if layer.pieces > 1:
@@ -218,6 +220,7 @@ class Group:
         matrices = []
         for layer, count in zip(self.layers, self.counts, strict=True):
             if layer.params[0] not in leaves:
+                # `optax.masked` hides the layer. Its blocks keep their slots, so that a mask changes no shape.
                 matrices.append(jnp.zeros((count, self.d_in, self.d_out), dtype))
                 continue
             rows = layer.to_rows([leaves[path].astype(dtype) for path in layer.params])
@@ -313,5 +316,29 @@ def check_factors(
                 f"factors.gradients must hold the gradient of {path!r} with the shape {expected.get(path)}, but has "
                 f"{shapes.get(path)}: take factors from kfac.statistics with the layers of this optimizer"
             )
+    check_moments(factors, layers, preconditioner)
+
+
+def check_moments(
+    factors: Factors,
+    layers: Layers,
+    preconditioner: BlockPreconditioner,
+) -> None:
+    """Raise a `ValueError` if moments are missing, have another shape, or are not used by the `preconditioner`."""
     for layer in layers.with_factors:
-        preconditioner.check(layer, factors[layer.name])
+        block: Any = factors[layer.name]
+        what = f"factors of layer {layer.name!r}"
+        if not (preconditioner.uses_example_moments and layer.supports_ekfac):
+            if block.moments is not None:
+                raise ValueError(
+                    f"{what} have moments, for which preconditioner={preconditioner!r} has no use: choose "
+                    "preconditioner=kfac.EKFAC(), or take factors without basis="
+                )
+        elif block.moments is None:
+            raise ValueError(
+                f"{what} have no moments, which preconditioner={preconditioner!r} needs: "
+                "value_and_grad(...)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
+            )
+        else:
+            copies = block.A.shape[:-2]
+            check_shapes(what, block, {"moments": (*copies, layer.d_out, layer.d_in)})

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kfac._curvature.eigh import decompose, outer_products
+from kfac._curvature.eigh import decompose_factors, outer_products
 from kfac._curvature.preconditioner import BlockPreconditioner, with_option_hints
 from kfac._factors import Basis, Kronecker, diagonals, is_diagonal
 from kfac._linalg import add_diagonal, identities, product, spd_inverse
@@ -82,8 +82,7 @@ class Cholesky(BlockPreconditioner):
     def spectrum(self, state, factors, damping):
         """Return both factors' eigenvectors, and the products of the damped factors' eigenvalues."""
         on_a, on_g = split_damping(factors, damping)
-        a = decompose(factors.A, factors.A.dtype)
-        g = decompose(factors.G, factors.G.dtype)
+        a, g = decompose_factors(factors, factors.A.dtype)
         values = outer_products(g.values + on_g[:, None], a.values + on_a[:, None])
         return Basis(a.vectors, g.vectors), values
 
@@ -117,7 +116,7 @@ def invert_damped(
     """
     damped = add_diagonal(stack, amount)
     inverse = spd_inverse(damped)
-    # The condition number reveals an overflow during the inversion. The inverse itself would then be zero, and finite.
+    # The condition number reveals an overflow during the inversion, after which the inverse is zero, and so finite.
     condition = _one_norm(damped) * _one_norm(inverse)
     return inverse.astype(dtype), jnp.where(jnp.isfinite(condition), condition, 0)
 

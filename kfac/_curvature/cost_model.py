@@ -37,7 +37,7 @@ def affordable(
 
     Args:
       layers: the layers, found with a step's batch.
-      preconditioner: the kind of inverse.
+      preconditioner: the preconditioner of Kronecker blocks.
       overhead: the acceptable work for statistics and refreshes in a mean step, as a fraction of the gradient's work.
       one_in: statistics use every `one_in`-th example.
       price: see `work_of_layers`.
@@ -67,7 +67,7 @@ def prices_of_layers(
 
     Args:
       layers: the layers.
-      preconditioner: the kind of inverse.
+      preconditioner: the preconditioner of Kronecker blocks.
       period: the interval between statistics and between refreshes, in steps.
       one_in: statistics use every `one_in`-th example.
 

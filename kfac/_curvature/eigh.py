@@ -80,15 +80,12 @@ class Eigh(BlockPreconditioner):
     def refresh(self, state, factors, damping):
         """Decompose both factors."""
         # The new decompositions do not depend on the old state.
-        dtype = self.state_dtype(factors.A.dtype)
-        a = decompose(factors.A, dtype)
-        g = decompose(factors.G, dtype)
-        return EighState(a, g), condition_of(a.values, g.values, damping)
+        new = decompose_factors(factors, self.state_dtype(factors.A.dtype))
+        return new, condition_of(new.A.values, new.G.values, damping)
 
     def spectrum(self, state, factors, damping):
         """Decompose both factors, and return the damped products of their eigenvalues."""
-        a = decompose(factors.A, factors.A.dtype)
-        g = decompose(factors.G, factors.G.dtype)
+        a, g = decompose_factors(factors, factors.A.dtype)
         values = outer_products(g.values, a.values) + damping[:, None, None]
         return Basis(a.vectors, g.vectors), values
 
@@ -119,6 +116,11 @@ def decomposed_identities(
     """Return decomposed identities with the shape of `stack` and with eigenvectors in `dtype`."""
     vectors = None if is_diagonal(stack) else identities(stack.shape, dtype)
     return Eigen(vectors, jnp.ones(stack.shape[:2], stack.dtype))
+
+
+def decompose_factors(factors: Kronecker, dtype: DTypeLike) -> EighState:
+    """Apply `decompose` to both factors."""
+    return EighState(decompose(factors.A, dtype), decompose(factors.G, dtype))
 
 
 def decompose(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kfac._checks import check_shapes
 from kfac._curvature.eigh import Eigen, Eigh, condition_of
 from kfac._curvature.preconditioner import averaged, with_option_hints
 from kfac._factors import Basis
@@ -121,18 +120,6 @@ class EKFAC(Eigh):
         if state.moments is None:
             return None
         return Basis(state.A.vectors, state.G.vectors)
-
-    def check(self, layer, block):
-        """Raise a `ValueError` if a layer's moments are missing or have a wrong shape."""
-        if not layer.supports_ekfac:
-            return
-        if block.moments is None:
-            how = "value_and_grad(...)(params, batch, basis=kfac.curvature.eigenbasis(opt_state, layers))"
-            raise ValueError(
-                f"factors of layer {layer.name!r} have no moments, which preconditioner={self!r} needs: {how}"
-            )
-        shape = (*block.A.shape[:-2], layer.d_out, layer.d_in)
-        check_shapes(f"factors of layer {layer.name!r}", block, {"moments": shape})
 
 
 def between_bases(

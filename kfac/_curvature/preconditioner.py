@@ -1,4 +1,4 @@
-"""The block preconditioner: the interface between curvature blocks and the optimizer, with shared helpers."""
+"""The block preconditioner: the interface between curvature blocks and the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jax import Array
 
 from kfac._checks import check, check_type, with_hints
 from kfac._factors import Basis, per_block
-from kfac._layers import Layer
 from kfac._mesh import PyTree
 
 T = TypeVar("T")
@@ -82,10 +81,11 @@ class BlockPreconditioner(abc.ABC):
                 return state * matrices
 
     Args:
-      precision: the arithmetic in which inverses are applied: `"float32"`, `"bfloat16_3x"`, `"tensorfloat32"` or
-        `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for `SOAP`. On CPUs the
-        first three are all float32. With `"bfloat16"` inverses are also stored in bfloat16, otherwise in float32.
-        Inverses are always computed in float32. A float64 model has float64 throughout, except with `"bfloat16"`.
+      precision: the arithmetic in which the state's matrices are applied: `"float32"`, `"bfloat16_3x"`,
+        `"tensorfloat32"` or `"bfloat16"`. The default is `"bfloat16_3x"`, three products of bfloat16 parts, except for
+        `SOAP`. On CPUs the first three are all float32. With `"bfloat16"` the matrices are also stored in bfloat16,
+        otherwise in float32. The matrices are always computed in float32. A float64 model has float64 throughout,
+        except with `"bfloat16"`.
       scale_damping: whether a block's damping is in units of its mean eigenvalue, `(tr A / dim A) (tr G / dim G)`. The
         same damping then suits all layers and any scale of the loss. If the mean eigenvalue is zero, the unit is 1.
         `refresh` and `spectrum` get the damping already multiplied by the unit.
@@ -152,7 +152,7 @@ class BlockPreconditioner(abc.ABC):
           damping: `[k]`.
 
         Returns:
-          The new state, and for `diagnostics` the condition numbers `[k]` of the inverted matrices, 0 or NaN for a
+          The new state, and for `diagnostics` the condition numbers `[k]` of the damped blocks, 0 or NaN for a
           block that failed. A block with a non-finite new state also counts as failed. Failed blocks keep the old
           state.
         """
@@ -203,7 +203,7 @@ class BlockPreconditioner(abc.ABC):
           The damped blocks' eigenvectors, a `kfac.types.Basis`, and their eigenvalues `[k, d_out, d_in]`.
 
         Raises:
-          ValueError: the inverse has no eigenvectors, which is the default.
+          ValueError: the preconditioner does not define eigenvectors, which is the default.
         """
         raise ValueError(
             f"preconditioner={self!r} does not say which eigenvectors it has: define its `spectrum`, or take the "
@@ -260,20 +260,8 @@ class BlockPreconditioner(abc.ABC):
         """Return the eigenbasis for the moments in the next statistics, or None without moments."""
         return None
 
-    def check(
-        self,
-        layer: Layer,
-        block: Any,
-    ) -> None:
-        """Raise a `ValueError` if a layer's statistics `block` lack moments, or have moments that are not used."""
-        if getattr(block, "moments", None) is not None:
-            what = f"factors of layer {layer.name!r} have moments, for which preconditioner={self!r} has no use"
-            raise ValueError(
-                f"{what}: choose preconditioner=kfac.EKFAC(), or take factors without basis="
-            )
-
     def state_dtype(self, dtype: Any) -> Any:
-        """Return the dtype of stored inverses, where `dtype` is the dtype of statistics."""
+        """Return the dtype of the stored matrices, where `dtype` is the dtype of statistics."""
         return jnp.dtype("bfloat16") if self.precision == "bfloat16" else dtype
 
 
@@ -283,7 +271,7 @@ def check_preconditioner(value: object) -> None:
         "preconditioner",
         value,
         BlockPreconditioner,
-        "a kind of inverse such as kfac.Cholesky()",
+        "a BlockPreconditioner such as kfac.SOAP()",
     )
 
 

@@ -1,4 +1,4 @@
-"""Refresh a stack of inverses in portions, and try failed blocks again with ten times the damping."""
+"""Refresh a stack of preconditioners in portions, and try failed blocks again with ten times the damping."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def refresh(
 ) -> Refreshed:
     """Refresh the `wanted` blocks in a stack.
 
-    A scan goes over portions of the stack with a fixed number of iterations. If the inverse is `damped`, the second
-    half of the iterations tries failed blocks again with ten times the damping. The inversion is compiled only once.
-    Portions without wanted blocks are skipped. A block that fails in all attempts, or is not wanted, keeps its old
-    state. A non-finite new state counts as a failure and is never returned.
+    A scan goes over portions of the stack with a fixed number of iterations. If the preconditioner is `damped`, the
+    second half of the iterations tries failed blocks again with ten times the damping. The refresh is compiled only
+    once. Portions without wanted blocks are skipped. A block that fails in all attempts, or is not wanted, keeps its
+    old state. A non-finite new state counts as a failure and is never returned.
 
     Args:
       preconditioner: the preconditioner.
@@ -108,7 +108,8 @@ def _refresh(
 ) -> Refreshed:
     """Implement `refresh` in portions of `width` blocks."""
     k = len(wanted)
-    # If `width` does not divide `k`, the last portion starts earlier. Blocks that are already refreshed are skipped.
+    # If `width` does not divide `k`, the last portion starts earlier and overlaps the one before. The second attempt
+    # and the overlap skip blocks that are valid already, so each block is refreshed once.
     starts = np.minimum(np.arange(0, k, width), k - width)
     attempts = [1.0, RETRY] if preconditioner.damped else [1.0]
     scales = np.repeat(np.asarray(attempts, np.float32), len(starts))
@@ -122,58 +123,62 @@ def _refresh(
             )
 
         # Slice the state before the branch. The branch then has the same kernels for stacks of any length, which are
-        # compiled once. Slice the factors inside the branch, where XLA does not copy them.
+        # compiled once.
         old = rows(progress)
-        unfinished = rows(wanted) & ~(old[1] > 0)
+        unfinished = rows(wanted) & ~old.valid
 
         def attempt():
+            # Slice the factors inside the branch, where XLA reads them in place. A slice before it would be a copy.
             averages = rows(factors)
             amount = scale * damping_of_blocks(preconditioner, averages, damping)
             return _refresh_portion(preconditioner, old, averages, unfinished, amount)
 
+        # In the second attempt this is usually false, so a retry that no block needs costs nothing.
         new = lax.cond(jnp.any(unfinished), attempt, lambda: old)
 
         def written(x, part):
+            # XLA updates the scan's carry in place.
             return lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
         return jax.tree.map(written, progress, new), None
 
-    none = jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)
-    begin = (state, as_varying(none, varying_axes(wanted)))
+    flags = jnp.zeros(k, bool), jnp.zeros(k, jax.tree.leaves(factors)[0].dtype)
+    # `shard_map` requires that the scan's carry varies over the same devices before and after.
+    begin = Refreshed(state, *as_varying(flags, varying_axes(wanted)))
+    # One scan with both attempts, so that the factorisation, which takes long to compile, is compiled once.
     turns = (np.tile(starts, len(attempts)), scales)
-    (state, condition), _ = lax.scan(turn, begin, turns)
-    return Refreshed(state, condition > 0, condition)
+    return lax.scan(turn, begin, turns)[0]
 
 
 def _refresh_portion(
     preconditioner: BlockPreconditioner,
-    old: tuple[PyTree, Array],
+    old: Refreshed,
     factors: Block,
     unfinished: Array,
     damping: Array,
-) -> tuple[PyTree, Array]:
+) -> Refreshed:
     """Refresh the `unfinished` blocks in a portion.
 
     Args:
       preconditioner: the preconditioner.
-      old: the portion's state and condition numbers.
+      old: the portion after the attempts so far.
       factors: the averaged factors.
       unfinished: which blocks to refresh.
       damping: each block's damping.
 
     Returns:
-      The new state and condition numbers. Blocks that fail have the old ones.
+      The portion after this attempt. Blocks that fail are unchanged.
     """
-    state, condition = old
-    result = preconditioner.refresh(state, factors, damping)
-    new, new_condition = as_varying(result, varying_axes(old))
-    usable = unfinished & (new_condition > 0)
-    for leaf in jax.tree.leaves(new):
+    result = preconditioner.refresh(old.preconditioner, factors, damping)
+    # A result that is the same on all devices, such as a constant condition number, must vary like the old one.
+    state, condition = as_varying(result, varying_axes(old))
+    usable = unfinished & (condition > 0)
+    for leaf in jax.tree.leaves(state):
         usable &= finite(leaf)
-    both = new, new_condition.astype(condition.dtype)
+    new = Refreshed(state, old.valid | usable, condition.astype(old.condition.dtype))
     # A conditional launches no kernel, whereas a selection launches one for each array.
     if len(usable) == 1:
-        return lax.cond(usable[0], lambda: both, lambda: old)
+        return lax.cond(usable[0], lambda: new, lambda: old)
     return jax.tree.map(
-        lambda new, old: jnp.where(per_block(usable, old), new, old), both, old
+        lambda new, old: jnp.where(per_block(usable, old), new, old), new, old
     )

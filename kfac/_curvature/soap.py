@@ -110,8 +110,10 @@ class SOAP(BlockPreconditioner):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
         a = orthogonal_iteration(state.A, factors.A)
         g = orthogonal_iteration(state.G, factors.G)
+        # Squares have no signs, so they cannot be rotated. Between refreshes eigenvectors mostly change places.
         squares = jax.vmap(_reorder)(state.squares, a.order, g.order)
         new = state._replace(A=a.vectors, G=g.vectors, squares=squares)
+        # The momentum is a sum of gradients, so it is rotated out of the old basis and into the new basis.
         momentum = self._rotated(state, state.momentum, back=True)
         momentum = self._rotated(new, momentum, back=False)
         condition = condition_of(a.quotients, g.quotients, damping)
@@ -129,8 +131,10 @@ class SOAP(BlockPreconditioner):
         )
         trace, ahead = momentum.moved(state.momentum, gradient)
         scaled = self._scaled(squares, ahead, damping)
+        # Before the first refresh there are no squares, and the basis is the identity.
         scaled = jnp.where(per_block(ready, ahead), scaled, ahead)
         moved = self._rotated(state, scaled.astype(matrices.dtype), back=True)
+        # Rotations keep angles, so the cosine is taken in the basis, where the old momentum already is.
         last_direction = self._scaled(state.squares, state.momentum, damping)
         new = state._replace(squares=squares, weight=weight, momentum=trace)
         return new, moved, cosine(last_direction, gradient)
@@ -151,11 +155,13 @@ class SOAP(BlockPreconditioner):
         return matrices / jnp.sqrt(self._damped(squares, damping))
 
     def _damped(self, squares, damping):
-        # The smallest damping is for blocks with zero gradients for long, or from the start.
+        # Squares are zero in a block whose gradients have always been zero, and so is their mean. A damping of at least
+        # `least` keeps 0 / 0 out of such a block.
         least = jnp.finfo(squares.dtype).tiny
         mean = (
             jnp.mean(squares, axis=(1, 2), keepdims=True) if self.scale_damping else 1
         )
+        # A schedule can return zero or a negative number. NaN makes the step count as failed.
         damping = jnp.where(damping > 0, jnp.maximum(damping * mean, least), jnp.nan)
         return squares + damping.astype(squares.dtype)
 
@@ -196,8 +202,11 @@ def orthogonal_iteration(old: Array | None, stack: Array) -> IterationStep:
         return IterationStep(None, stack, order)
     image = exact_product(stack, old)
     quotients = jnp.sum(old * image, axis=1)
+    # QR keeps the direction of the first column and subtracts it from all others. In descending order, the largest
+    # eigenvectors are therefore found first, as in the power method.
     quotients, order = lax.top_k(quotients, stack.shape[1])
     mean = per_block(jnp.mean(quotients, axis=1), image)
+    # Adding a multiple of the old vectors adds the multiple to all eigenvalues and leaves the eigenvectors.
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")
     return IterationStep(orthonormal(image), quotients, order)

@@ -15,7 +15,7 @@ from kfac._distributed.message_layout import (
     make_message_layout,
 )
 from kfac._distributed.owners import BlockAssignment
-from kfac._mesh import Axes, as_varying, varying_axes
+from kfac._mesh import AxisNames, as_varying, varying_axes
 from kfac._packing import cut
 
 Stacks = dict[str, Array]
@@ -41,9 +41,9 @@ def _fused(
 def means_to_owners(
     stacks: Stacks,
     assignments: BlockAssignments,
-    owners: Axes,
+    owners: AxisNames,
     buckets: int,
-    replicas: Axes,
+    replicas: AxisNames,
 ) -> Stacks:
     """Average stacks of blocks over devices, and give each owner the means of its blocks.
 
@@ -102,7 +102,7 @@ def _layout_of(
 def _sums_to_owners(
     flat: Stacks,
     assignments: BlockAssignments,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Stacks:
     """Sum blocks over devices, and return this device's blocks.
 
@@ -142,7 +142,7 @@ def _sums_to_owners(
 def gather_from_owners(
     owned: Stacks,
     assignments: BlockAssignments,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Stacks:
     """Gather each device's `[positions, ...]` to all blocks `[blocks, ...]` on all devices.
 
@@ -185,7 +185,7 @@ def gather_from_owners(
 def of_this_device(
     table: Mapping[int, int],
     otherwise: int,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Array:
     """Return this device's entry in a table that is keyed by device.
 
@@ -250,7 +250,7 @@ def _unpack_remainders(
 def _collect_segment(
     owned: Array,
     layout: MessageLayout,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Array:
     """Return this device's segment.
 
@@ -273,7 +273,7 @@ def _collect_segment(
 def _fill_segment(
     flat: Stacks,
     layout: MessageLayout,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Array:
     """Return this device's segment, given its blocks `[positions, elements]`."""
     # A device without a remainder block writes its placeholder behind the segment, where no device reads it.
@@ -290,7 +290,7 @@ def _fill_segment(
 def _distribute_segment(
     segment: Array,
     layout: MessageLayout,
-    owners: Axes,
+    owners: AxisNames,
 ) -> Array:
     """Undo `_collect_segment`."""
     devices = layout.devices

@@ -21,7 +21,7 @@ from kfac._distributed.collectives import (
 from kfac._distributed.message_layout import BUCKETS
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Statistics
-from kfac._mesh import Axes, PyTree, as_varying, axis_size, varying_axes
+from kfac._mesh import AxisNames, PyTree, as_varying, axis_size, varying_axes
 from kfac._packing import flatten, unflatten
 
 
@@ -40,8 +40,8 @@ class CommContext:
       owner_axes: the axes, among `axes`, over which blocks are dealt.
     """
 
-    axes: Axes = ()
-    owner_axes: Axes = ()
+    axes: AxisNames = ()
+    owner_axes: AxisNames = ()
 
     @property
     def alone(self) -> bool:
@@ -181,7 +181,7 @@ class CommContext:
 def _reduce(
     collective: Callable[..., Array],
     x: Array,
-    axes: Axes,
+    axes: AxisNames,
 ) -> Array:
     """Apply a collective over axes, if there are any."""
     if not axes:
@@ -204,5 +204,5 @@ SPLIT_BY_HAND = (
 )
 
 
-def _name(axes: Axes) -> str | Axes:
+def _name(axes: AxisNames) -> str | AxisNames:
     return axes[0] if len(axes) == 1 else axes

@@ -34,8 +34,8 @@ class Distribution:
     its check, need `axis_name`.
 
     Every Kronecker block has an owner among the devices. Each device computes statistics for its share of the batch.
-    Owners receive the means of these statistics as upper triangles. They keep the running averages, invert them, and
-    precondition the gradients of their blocks. Then all devices gather the results.
+    Owners receive the means of these statistics as upper triangles. They keep the running averages, refresh the
+    preconditioners, and precondition the gradients of their blocks. Then all devices gather the results.
 
     Args:
       axis_name: the named device axis of `jax.pmap`, `jax.shard_map` or `mesh`, or a tuple of axes. None for all axes.
@@ -44,9 +44,10 @@ class Distribution:
         the parameters' mesh.
       owner_axes: the axes over which blocks are dealt. None for all axes. Devices along the other axes repeat the
         owners. For example, with `Distribution(owner_axes="gpu")` on axes `("node", "gpu")`, every node has an owner
-        for each block. Inverses and preconditioned gradients then stay inside a node. Only sums go between nodes, and
-        each device sends its share. Thus the choice of axes sets the fraction of devices that work on a layer, which
-        trades memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to `kfac.state.state_specs`, too.
+        for each block. Preconditioners and preconditioned gradients then stay inside a node. Only sums go between
+        nodes, and each device sends its share. Thus the choice of axes sets the fraction of devices that work on a
+        layer, which trades memory for messages (KAISA, Pauloski et al. 2021). Pass these axes to
+        `kfac.state.state_specs`, too.
       communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. Pass the
         distribution to `statistics` or `value_and_grad`, which send the factors; `train_step` does so. With
         `"float32"`, factors summed in a wider dtype keep it.

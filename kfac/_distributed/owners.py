@@ -85,7 +85,7 @@ class Cost(NamedTuple):
     Attributes:
       name: the group's name.
       blocks: number of blocks.
-      work: work to invert a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor.
+      work: work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor.
       elements: number of elements in a block's gradient.
     """
 

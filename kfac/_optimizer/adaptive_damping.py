@@ -203,7 +203,7 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
 
 
 def _scale_damping(inner_state: Any, factor: Array) -> Any:
-    """Scale the damping with which the next `observe` computes inverses."""
+    """Scale the damping with which the next `observe` refreshes preconditioners."""
     return on_states(
         lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
     )

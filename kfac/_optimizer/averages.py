@@ -1,4 +1,4 @@
-"""`observe` on each device: update running averages with statistics, and refresh inverses from the averages.
+"""`observe` on each device: update running averages with statistics, and refresh preconditioners from the averages.
 
 `CommContext` sends the messages between devices. The same code serves a single device.
 """
@@ -46,16 +46,16 @@ def observe_here(
     state: KfacState,
     batch: Factors | BatchStacks | None,
 ) -> KfacState:
-    """Update the averages and inverses that this device holds.
+    """Update the averages and preconditioners that this device holds.
 
     Args:
       comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before, with the blocks that this device holds.
       batch: the statistics of a batch: this device's `Factors`, or `BatchStacks` that are already averaged over
-        devices. None refreshes all inverses from the present averages.
+        devices. None refreshes all preconditioners from the present averages.
 
     Returns:
-      The state with new averages and inverses.
+      The state with new averages and preconditioners.
 
     Raises:
       ValueError: the state is for another number of devices, it does not hold the blocks that this device owns, or the
@@ -67,7 +67,7 @@ def observe_here(
     failed: Vectors = {}
     refreshed = jnp.zeros((), bool)
     if batch is None:
-        state, failed = refresh_inverses(comm, state)
+        state, failed = refresh_preconditioners(comm, state)
         refreshed = state.last_statistics_step >= 0
     else:
         if isinstance(batch, Factors):
@@ -77,7 +77,7 @@ def observe_here(
         if state.settings.refreshes:
             # `optax.contrib.sam` turns the state's flags into integers.
             refreshed = state.refresh_due.astype(bool)
-            state, failed = refresh_inverses(comm, state, refreshed)
+            state, failed = refresh_preconditioners(comm, state, refreshed)
         state = state._replace(
             last_statistics_step=state.count, due=jnp.zeros((), bool)
         )
@@ -204,7 +204,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
         if statistics.moments is not None:
             corrected = context.take(name, jnp.asarray(group.corrected))
             # Before the first decomposition there is no eigenbasis in which moments could be kept.
-            corrected &= block.condition > 0
+            corrected &= block.ready
             preconditioner = settings.preconditioner.update_moments(
                 part_of(state, comm, name, "preconditioner"),
                 statistics.moments,
@@ -220,12 +220,12 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
     return state, left_out
 
 
-def refresh_inverses(
+def refresh_preconditioners(
     comm: CommContext,
     state: KfacState,
     needed: Array | None = None,
 ) -> tuple[KfacState, Vectors]:
-    """Refresh the inverses of this device's blocks that have statistics, and the bases that all devices hold.
+    """Refresh the preconditioners of this device's blocks that have statistics, and the bases that all devices hold.
 
     XLA updates the stacks in place.
 
@@ -235,7 +235,7 @@ def refresh_inverses(
       needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
 
     Returns:
-      The new state, and for each group a mask `[k]` of the blocks whose inversion failed.
+      The new state, and for each group a mask `[k]` of the blocks whose refresh failed.
     """
     assignments = assignments_of(state)
     wanted = {}
@@ -262,9 +262,9 @@ def refresh_inverses(
     if needed is None:
         return refresh_all(start)
 
-    # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all inverses
-    # in every step. It does not copy the arrays that a loop changes. In a step without changes, the host reads one
-    # predicate for a loop as well as for a conditional.
+    # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all
+    # preconditioners in every step. It does not copy the arrays that a loop changes. In a step without changes, the
+    # host reads one predicate for a loop as well as for a conditional.
     def once(now):
         needed, start = now
         return needed & False, refresh_all(start)
@@ -279,7 +279,7 @@ def refresh_group(
     new: KfacState,
     wanted: Array,
 ) -> tuple[KfacState, Array]:
-    """Refresh the inverses of a group.
+    """Refresh the preconditioners of a group.
 
     Args:
       comm: how blocks are distributed over devices, and the communication between the devices.
@@ -289,7 +289,7 @@ def refresh_group(
       wanted: which blocks to refresh, `[k]`.
 
     Returns:
-      `new` with this group refreshed, and a mask `[k]` of the blocks whose inversion failed.
+      `new` with this group refreshed, and a mask `[k]` of the blocks whose refresh failed.
     """
     name = group.name
     block = state.blocks[name]

@@ -38,7 +38,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
       - `condition`: the largest condition number of all blocks, each at its last refresh. It refers to the damped
         factors and the 1-norm; with `Eigh` and `EKFAC`, to the damped blocks and the 2-norm. With `SOAP`, it refers to
         the roots of the damped second moments by which the last step divided.
-      - `inverse_age`: steps since the oldest inverse in use was computed.
+      - `inverse_age`: steps since the oldest preconditioner in use was refreshed.
       - `statistics_age`: steps since the last statistics, or since the start. It keeps growing if the loop does not
         call `observe`.
       - `skipped_statistics`, `failed_inversions`: the number of blocks with such a failure, summed since the start.

@@ -31,7 +31,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
     Returns:
       A `kfac.types.Basis` of orthogonal matrices for each layer that EKFAC corrects, by layer name. `A` is `Q_A`,
       `[copies?, d_in, d_in]`, and `G` is `Q_G`, `[copies?, d_out, d_out]`, with columns in the order of increasing
-      eigenvalues. Before the first inversion they are identities. EKFAC corrects layers that have a single use, known
+      eigenvalues. Before the first refresh they are identities. EKFAC corrects layers that have a single use, known
       examples and two full, uncut factors (`Layer.supports_ekfac`).
 
     Raises:

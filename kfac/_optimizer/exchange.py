@@ -57,7 +57,7 @@ class StepContext:
             name: self.comm.owns(assignment)
             for name, assignment in self.assignments.items()
         }
-        for group in self.settings.shared:
+        for group in self.settings.replicated:
             owns[group.name] = jnp.ones(group.size, bool)
         return owns
 
@@ -83,19 +83,19 @@ class StepContext:
 
     def products(self, a: Vectors, b: Vectors) -> tuple[Array, Array]:
         """Return the inner product of `a` and `b` over this device's own blocks, and over the blocks that all hold."""
-        owned = shared = jnp.zeros((), jnp.float32)
+        owned = replicated = jnp.zeros((), jnp.float32)
         for name, x in a.items():
             product = x * b[name]
             if name in self.assignments:
                 owned += jnp.sum(self.only_owned(name, product))
             else:
-                shared += jnp.sum(product)
-        return owned, shared
+                replicated += jnp.sum(product)
+        return owned, replicated
 
     def total_product(self, a: Vectors, b: Vectors) -> Array:
         """Return the inner product of `a` and `b` over all devices' blocks."""
-        owned, shared = self.products(a, b)
-        return shared + self.comm.total(owned)
+        owned, replicated = self.products(a, b)
+        return replicated + self.comm.total(owned)
 
 
 class Gradients(NamedTuple):
@@ -214,8 +214,8 @@ class SplitGradients(WholeGradients):
         params: Gradients,
         groups: Iterable[Group],
     ) -> Vectors:
-        shared = [group for group in groups if not group.owned]
-        matrices = self.stack(leaves_by_path(params.tree), shared)
+        replicated = [group for group in groups if not group.owned]
+        matrices = self.stack(leaves_by_path(params.tree), replicated)
         for name, parts in params.stacks.items():
             dtype = self.state.blocks[name].weight.dtype
             matrices[name] = jnp.concatenate(parts, axis=1).astype(dtype)
@@ -227,8 +227,8 @@ class SplitGradients(WholeGradients):
         steps: Vectors,
         usable: Array,
     ) -> tuple[Gradients, Array]:
-        shared = self.settings.shared
-        tree, narrowed = _split(updates.tree, shared, steps, starts_of(shared))
+        replicated = self.settings.replicated
+        tree, narrowed = _split(updates.tree, replicated, steps, starts_of(replicated))
         stacks = {}
         for name, old in updates.stacks.items():
             ends = np.cumsum([x.shape[1] for x in old])

@@ -2,11 +2,11 @@
 
 All devices run the same program. During a step, each device therefore has a stack for every such group, with room for a
 block that most devices do not own. Between steps, each device stores its own blocks in three flat vectors: averages as
-triangles, inverses, and momenta with adaptive rates. Each vector has the same length on all devices, set by the device
-that needs the most.
+triangles, preconditioners, and momenta with adaptive rates. Each vector has the same length on all devices, set by the
+device that needs the most.
 
-`part_of` unpacks a group's factors, inverses or momenta, and `with_parts` writes them back. `observe` unpacks and
-writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
+`part_of` unpacks a group's factors, preconditioners or momenta, and `with_parts` writes them back. `observe` unpacks
+and writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
 momenta before it writes any back, because it first has to find out whether its result is finite.
 """
 

@@ -46,7 +46,7 @@ def init_state(
     devices = axis_size(owner_axes) or 1
     assignments = assign_blocks(group_costs(settings.groups), devices)
     owned = {}
-    shared = {}
+    replicated = {}
     bases = {}
     members = {}
     for group in settings.groups:
@@ -54,7 +54,7 @@ def init_state(
         size = group.size
         members[name] = {group.members: jnp.full((), size, jnp.int32)}
         if not group.owned:
-            shared[name] = init_blocks(settings, options, group, size, dtype)
+            replicated[name] = init_blocks(settings, options, group, size, dtype)
             continue
         assignment = assignments[name]
         blocks = init_blocks(settings, options, group, assignment.slots, dtype)
@@ -86,7 +86,7 @@ def init_state(
         factor_ema_decay=scalar(0),
         owned=owned,
         flat_state=FlatState(),
-        shared=shared,
+        replicated=replicated,
         bases=bases,
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,
@@ -125,7 +125,7 @@ def init_preconditioner(
     size: int,
     dtype: jnp.dtype,
 ) -> PreconditionerState:
-    """Return the state of the inverse for `size` blocks of a group before the first refresh."""
+    """Return the preconditioner's state for `size` blocks of a group before the first refresh."""
     preconditioner = group.preconditioner_of(settings.preconditioner)
     state = preconditioner.init(
         group.zeros(size, dtype, group.moments(settings.preconditioner))

@@ -1,4 +1,4 @@
-"""`observe`: update an optimizer state's running averages with a batch's statistics, and refresh its inverses."""
+"""`observe`: take a batch's statistics into an optimizer state, and refresh its preconditioners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kfac._optimizer.state import (
 
 @on_mesh
 def observe(opt_state: Any, factors: Factors | None = None) -> Any:
-    """Update the running averages in an optimizer state with a batch's statistics, and refresh its inverses.
+    """Update the running averages in an optimizer state with a batch's statistics, and refresh its preconditioners.
 
     Call it before the step whenever `statistics_due` is true::
 
@@ -34,9 +34,9 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
             return kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
 
     The running averages become `F <- d F + (1 - d) F_batch`, bias-corrected, with `d = factor_ema_decay^k` if the last
-    statistics are `k` steps old. Then the inverses are refreshed, if they are due by the optimizer's
+    statistics are `k` steps old. Then the preconditioners are refreshed, if they are due by the optimizer's
     `inverse_update_period=`. A block ignores non-finite statistics and keeps its average. If its inversion fails, a
-    block keeps its last inverse. `diagnostics` counts both failures.
+    block keeps its last preconditioner. `diagnostics` counts both failures.
 
     On several devices, call it where the optimizer's `update` is called. Inside `jax.shard_map` or `jax.pmap`, pass the
     device's own factors. Under `jit` over a mesh, pass the factors of the whole batch.
@@ -45,16 +45,16 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
       opt_state: any tree that holds a state of `kfac.kfac` or `kfac.scale_by_kfac`, such as the state of a chain, of a
         wrapper like `optax.MultiSteps`, or a flax `TrainState`. If it holds several states, each takes the factors of
         its own layers. A flax `nnx.Optimizer` is changed in place.
-      factors: the statistics, from `kfac.statistics` or `kfac.value_and_grad`. None refreshes all inverses from the
-        present running averages, whatever `inverse_update_period=` is.
+      factors: the statistics, from `kfac.statistics` or `kfac.value_and_grad`. None refreshes all preconditioners from
+        the present running averages, whatever `inverse_update_period=` is.
 
     Returns:
       `opt_state` with the new state in place of the old state. Everything else, such as accumulated gradients,
       parameters and step counts, is unchanged.
 
     Raises:
-      ValueError: `opt_state` holds no such state, `factors` do not fit the layers or the inverse, or the state has been
-        initialised for another number of devices.
+      ValueError: `opt_state` holds no such state, `factors` do not fit the layers or the preconditioner, or the state
+        has been initialised for another number of devices.
     """
     states = find_nodes(opt_state, KfacState)
     if not states:

@@ -66,18 +66,18 @@ def scale_by_kfac(
     and `pi^2 = (tr A / dim A) / (tr G / dim G)` (Martens & Grosse 2015; Osawa et al. 2019). Normalisation parameters
     are multiplied by `(F + u l I)^-1` of their channel's block, with `u = unitwise_damping_scale`. Skipped parameters
     pass through unchanged. All other parameters pass through unchanged until the first `kfac.observe`, which takes
-    statistics into the running averages and refreshes the inverses.
+    statistics into the running averages and refreshes the preconditioners.
 
-    On several devices, every Kronecker block has an owner. Statistics are averaged to the owners, which invert the
-    blocks and precondition the gradients. `update` expects gradients that are averaged already (`lax.pmean`). If
-    `jax.shard_map` knows that the gradients differ between devices, `update` averages them; it averages the gradients
-    of Kronecker blocks at the owners only. A state for a single device, made outside `jax.shard_map`, has no owners.
-    With such a state, every device inverts and preconditions all blocks, with averaged statistics.
+    On several devices, every Kronecker block has an owner. Statistics are averaged to the owners, which refresh the
+    preconditioners and precondition the gradients. `update` expects gradients that are averaged already (`lax.pmean`).
+    If `jax.shard_map` knows that the gradients differ between devices, `update` averages them; it averages the
+    gradients of Kronecker blocks at the owners only. A state for a single device, made outside `jax.shard_map`, has no
+    owners. With such a state, every device refreshes and preconditions all blocks, with averaged statistics.
 
     A block with non-finite statistics leaves them out of its average. A block whose factorisation fails, even with ten
-    times the damping, keeps its last inverse. A step with a non-finite gradient is not counted and leaves the blocks
-    unchanged, but its updates are not finite either. `kfac.kfac` replaces these updates by zeros. `diagnostics` counts
-    all three events.
+    times the damping, keeps its last preconditioner. A step with a non-finite gradient is not counted and leaves the
+    blocks unchanged, but its updates are not finite either. `kfac.kfac` replaces these updates by zeros. `diagnostics`
+    counts all three events.
 
     Args:
       layers: the layers that `find_layers` returned. Multipliers in its `rules` multiply the preconditioned gradients.
@@ -93,7 +93,7 @@ def scale_by_kfac(
       interval_warmup_steps: the number of initial steps in which both intervals are 1. The intervals are then 2 until
         twice this number of steps, 4 until four times this number, and so on up to their final values. Steps at
         multiples of `inverse_update_period` refresh as well.
-      preconditioner: how Kronecker blocks are inverted and applied: `Cholesky()` as above, `Eigh()`, `EKFAC()`,
+      preconditioner: how Kronecker blocks are preconditioned: `Cholesky()` as above, `Eigh()`, `EKFAC()`,
         `SOAP()`, or your own `BlockPreconditioner`.
       unitwise_damping_scale: factor on `damping` for unit-wise and diagonal blocks. Scalar or schedule.
       distribution: how several devices are used. By default, all bound axes, or the parameters' mesh.

@@ -117,7 +117,7 @@ class ShardedStep:
         return reshard_like(new.tree, updates), state
 
     def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
-        """Run `observe_here` on every device; with `factors=None` refresh the inverses only."""
+        """Run `observe_here` on every device; with `factors=None` refresh the preconditioners only."""
         states = state_spec(self.owner_axes)
         over = PartitionSpec(self.owner_axes)
         everywhere = PartitionSpec()

@@ -36,13 +36,13 @@ class KfacMetrics(NamedTuple):
       gradient_norm: 2-norm of the gradient, over the parameters that have a curvature block.
       preconditioned_norm: 2-norm of the preconditioned gradient, over the same parameters.
       condition: largest condition number over all blocks, see `diagnostics`.
-      inverse_age: number of steps since the oldest inverse in use was computed.
+      inverse_age: number of steps since the oldest preconditioner in use was refreshed.
       kl_clip_scale: factor by which the KL clip multiplied the step; 1 without a KL clip.
       min_layer_rate: lowest adaptive layer rate, a factor on the learning rate; 1 without adaptive rates, 0 before the
         first step.
       max_layer_rate: highest adaptive layer rate, with the same exceptions.
       skipped_statistics: how many times a block left non-finite statistics out of its running average.
-      failed_inversions: how many times a block kept its previous inverse because factorisation failed.
+      failed_inversions: how many times a block kept its preconditioner because a factorisation failed.
       skipped_steps: number of steps skipped because the gradient, the preconditioned gradient, or the update after a
         cast to the gradient's dtype was not finite.
     """
@@ -71,8 +71,8 @@ class BlockState(NamedTuple):
       factors: bias-corrected running averages, `[k, ...]`.
       weight: `[k]`, the sum of the weights in each average; 0 before the first statistics.
       preconditioner: the state of the `BlockPreconditioner`, a tree of arrays `[k, ...]`.
-      condition: `[k]`, condition number at the last successful inversion; 0 before the first.
-      inverted: `[k]`, the step of the last successful inversion; 0 before the first.
+      condition: `[k]`, condition number at the last successful refresh; 0 before the first.
+      inverted: `[k]`, the step of the last successful refresh; 0 before the first.
       momentum_state: momentum and adaptive rates.
     """
 
@@ -82,6 +82,11 @@ class BlockState(NamedTuple):
     condition: Array
     inverted: Array
     momentum_state: MomentumState
+
+    @property
+    def ready(self) -> Array:
+        """Whether each block has been refreshed, `[k]`."""
+        return self.condition > 0
 
 
 class FlatState(NamedTuple):
@@ -133,9 +138,9 @@ class Settings:
 
     Attributes:
       layers: the layers.
-      preconditioner: the inverse for Kronecker blocks.
+      preconditioner: the preconditioner of Kronecker blocks.
       distribution: how several devices are used.
-      refreshes: whether `observe` refreshes inverses when it receives statistics.
+      refreshes: whether `observe` refreshes preconditioners when it receives statistics.
       interval: the interval between statistics; None if it is an array.
       param_specs: paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh's automatic
         axes. Arrays do not show this split under `jit`.
@@ -159,7 +164,7 @@ class Settings:
         return tuple(group for group in self.groups if group.owned)
 
     @property
-    def shared(self) -> tuple[Group, ...]:
+    def replicated(self) -> tuple[Group, ...]:
         """The groups whose blocks all devices hold."""
         return tuple(group for group in self.groups if not group.owned)
 
@@ -196,16 +201,16 @@ class KfacState(NamedTuple):
         count it without asking the device.
       step_rejected: whether the last step was rejected because its result was not finite.
       last_statistics_step: the count at the last `observe` with statistics; -1 before the first.
-      refreshed: the count at the last refresh of the inverses; -1 until the first refresh of all blocks.
+      refreshed: the count at the last refresh of the preconditioners; -1 until the first refresh of all blocks.
       due: whether `observe` should be called before the next step.
-      refresh_due: whether the next `observe` with statistics also refreshes the inverses, unless
+      refresh_due: whether the next `observe` with statistics also refreshes the preconditioners, unless
         `settings.refreshes` is false.
       observe_damping: the damping for the next `observe`, evaluated at `count`.
       unitwise_damping_scale: the factor on the damping for unit-wise and diagonal blocks, evaluated at `count`.
       factor_ema_decay: the decay of the running averages per step, evaluated at `count`.
       owned: Kronecker blocks; each device holds its own blocks.
       flat_state: flat vectors for groups in `owned` that have fewer blocks than devices.
-      shared: unit-wise and diagonal blocks, the same on all devices.
+      replicated: unit-wise and diagonal blocks, the same on all devices.
       bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `EKFAC`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
@@ -225,7 +230,7 @@ class KfacState(NamedTuple):
     factor_ema_decay: Array
     owned: dict[str, Owned]
     flat_state: FlatState
-    shared: dict[str, BlockState]
+    replicated: dict[str, BlockState]
     bases: dict[str, Any]
     learning_rates: Array
     members: dict[str, dict[str, Array]]
@@ -234,14 +239,16 @@ class KfacState(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, BlockState]:
-        """All blocks that this device holds, both its own and the shared blocks, as stacks of `k` blocks per group.
+        """All blocks that this device holds, both its own and the replicated blocks, as stacks of `k` blocks per group.
 
         Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`),
         `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted` (`[k]`, the
-        step of the last inversion) and `momentum_state` (momentum and rates). If a group has fewer blocks than devices,
+        step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks than devices,
         the parts that `flat_state` stores are None.
         """
-        return {name: owned.blocks for name, owned in self.owned.items()} | self.shared
+        return {
+            name: owned.blocks for name, owned in self.owned.items()
+        } | self.replicated
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -294,8 +301,8 @@ def with_blocks(
     owned = {
         n: dataclasses.replace(old, blocks=blocks[n]) for n, old in state.owned.items()
     }
-    shared = {name: blocks[name] for name in state.shared}
-    return state._replace(owned=owned, shared=shared)
+    replicated = {name: blocks[name] for name in state.replicated}
+    return state._replace(owned=owned, replicated=replicated)
 
 
 def match_leaves(
@@ -440,7 +447,9 @@ def check_state(
             f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
     adaptive = options.adaptive_layer_rates
-    blocks = {name: owned.shapes for name, owned in state.owned.items()} | state.shared
+    blocks = {
+        name: owned.shapes for name, owned in state.owned.items()
+    } | state.replicated
     for group in settings.groups:
         momentum, rate = blocks[group.name].momentum_state
         for option, expected, array in (
@@ -475,7 +484,7 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
         if name in state.owned:
             size = state.owned[name].assignment.blocks
         else:
-            size = state.shared[name].weight.shape[-1]
+            size = state.replicated[name].weight.shape[-1]
         actual[name] = f"{size} of {names}"
     expected = {group.name: f"{group.size} of {group.members}" for group in groups}
     for name in expected | actual:

@@ -105,8 +105,8 @@ def precondition(
     """Precondition the gradients of this device's blocks.
 
     Returns:
-      The preconditioned gradients, and two dictionaries with entries for inverses that take in gradients
-      (`owns_momentum`): the new state of the inverse, and the cosines `[k]` between the gradients and the previous
+      The preconditioned gradients, and two dictionaries with entries for preconditioners that own the momentum
+      (`owns_momentum`): the preconditioner's new state, and the cosines `[k]` between the gradients and the previous
       step's directions.
     """
     settings = device.settings
@@ -119,7 +119,7 @@ def precondition(
         name = group.name
         preconditioner = group.preconditioner_of(settings.preconditioner)
         preconditioner_state = part_of(state, device.comm, name, "preconditioner")
-        ready = state.blocks[name].condition > 0
+        ready = state.blocks[name].ready
         gradient = gradients[name]
         if preconditioner.owns_momentum:
             advanced[name], result[name], angles[name] = (
@@ -135,7 +135,7 @@ def precondition(
         applied = preconditioner.apply(
             preconditioner_state, gradient.mT, now.damping
         ).mT
-        # A block without an inverse keeps its gradient.
+        # A block that was never refreshed keeps its gradient.
         result[name] = jnp.where(per_block(ready, applied), applied, gradient)
     return result, advanced, angles
 
@@ -200,13 +200,13 @@ def set_lengths(
     need_params = [x for x in groups if device.options.needs_params(x)]
     weights = device.receive_params(params, need_params)
     owned: dict[str, Stack] = {}
-    shared: dict[str, Stack] = {}
+    replicated: dict[str, Stack] = {}
     for group in groups:
         name = group.name
         # Groups without owners have the same values on all devices. Joined with owned groups, whose values vary over
         # devices, their results would be marked as varying as well.
         apart = not group.owned and not device.comm.alone
-        stacks = shared if apart else owned
+        stacks = replicated if apart else owned
         stacks[name] = build_stack(
             device,
             group,
@@ -215,7 +215,7 @@ def set_lengths(
             gradients[name],
         )
     normalized = normalize_step(owned, now.coefficient)
-    return normalized | normalize_step(shared, now.coefficient)
+    return normalized | normalize_step(replicated, now.coefficient)
 
 
 def multiply(device: StepContext, steps: Vectors) -> Vectors:
@@ -299,26 +299,25 @@ def measure(
     conditions = []
     ages = []
     rates = []
-    inverse_rates = []
+    reciprocal_rates = []
     for name, block in state.blocks.items():
-        ready = block.condition > 0
         condition = None
         if name in advanced:
             preconditioner = device.settings.preconditioner
             condition = preconditioner.applied_condition(advanced[name], now.damping)
         if condition is None:
             condition = block.condition
-        conditions.append(jnp.where(ready, condition, 0))
-        ages.append(jnp.where(ready, state.count - block.inverted, 0))
+        conditions.append(jnp.where(block.ready, condition, 0))
+        ages.append(jnp.where(block.ready, state.count - block.inverted, 0))
         rate = motions[name].rate
         if rate is not None:
             rates.append(jnp.where(device.owns[name], rate, 0))
-            inverse_rates.append(jnp.where(device.owns[name], 1 / rate, 0))
+            reciprocal_rates.append(jnp.where(device.owns[name], 1 / rate, 0))
     parts = [conditions, ages]
     if rates:
-        parts += [rates, inverse_rates]
+        parts += [rates, reciprocal_rates]
     extremes = jnp.stack([jnp.max(join(part)).astype(jnp.float32) for part in parts])
-    square, owned, shared = norms
+    square, owned, replicated = norms
     owned = owned.astype(jnp.float32)
     # A single message sends both numbers.
     refusals, owned = comm.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
@@ -333,7 +332,7 @@ def measure(
     new = metrics._replace(
         damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
-        preconditioned_norm=jnp.sqrt(owned + shared.astype(jnp.float32)),
+        preconditioned_norm=jnp.sqrt(owned + replicated.astype(jnp.float32)),
         # In a rejected step, the new state of a preconditioner may not be finite.
         condition=jnp.where(usable, extremes[0], metrics.condition),
         # A rejected step does not count.
@@ -348,17 +347,17 @@ def measure(
 
 def commit(
     device: StepContext,
-    inverses: dict[str, PreconditionerState],
+    preconditioners: dict[str, PreconditionerState],
     motions: dict[str, MomentumState],
     usable: Array,
 ) -> KfacState:
-    """Write momenta, rates and the inverses' new states into the state if the step is usable."""
+    """Write momenta, rates and the preconditioners' new states into the state if the step is usable."""
     state = device.state
     comm = device.comm
     for name, motion in motions.items():
         new: dict[str, Any] = {"momentum_state": motion}
-        if name in inverses:
-            new["preconditioner"] = inverses[name]
+        if name in preconditioners:
+            new["preconditioner"] = preconditioners[name]
         old = {part: part_of(state, comm, name, part) for part in new}
         state = with_parts(state, comm, name, **optax.tree.where(usable, new, old))
     return state

@@ -29,7 +29,7 @@ class MomentumState(NamedTuple):
 
     Attributes:
       momentum: `[k, d_in, d_out]`, the momentum of the preconditioned gradients. None without momentum, or if the
-        inverse keeps it.
+        preconditioner keeps it.
       rate: `[k]`, multipliers of the learning rate; None without adaptive rates.
     """
 
@@ -41,7 +41,7 @@ class StepScalars(NamedTuple):
     """The scalars of one step.
 
     Attributes:
-      damping: the damping, for inverses that apply it in each step instead of at their refresh.
+      damping: the damping, for preconditioners that apply it in each step instead of at their refresh.
       limit: the constraint of the KL clip, or None.
       rate: the learning rate.
       momentum: the decay of the momentum; 0 without momentum.

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from kfac._mesh import sum_of_parts
 from kfac._packing import Shape
-from kfac._statistics.offsets import Axis, offset_moment
+from kfac._statistics.offsets import WindowAxis, offset_moment
 from kfac._statistics.rows import (
     Arrangement,
     Rows,
@@ -210,7 +210,7 @@ class Patches:
             taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
         return self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
 
-    def _gram_of_offsets(self, axes: tuple[Axis, ...]) -> Array:
+    def _gram_of_offsets(self, axes: tuple[WindowAxis, ...]) -> Array:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""
         form = self._feature_arrangement(())
         split = form.split
@@ -245,7 +245,7 @@ class Patches:
 def offset_axes(
     sizes: Sequence[int],
     conv: Convolution,
-) -> tuple[Axis, ...] | None:
+) -> tuple[WindowAxis, ...] | None:
     """Return the geometry for `offset_moment`, or None if patches are faster or the geometry needs them."""
     taps = math.prod(conv.window)
     positions = math.prod(conv.out)
@@ -254,7 +254,7 @@ def offset_axes(
     axes = []
     for k, (low, _) in enumerate(conv.padding):
         axes.append(
-            Axis(
+            WindowAxis(
                 size=sizes[k],
                 window=conv.window[k],
                 dilation=conv.rhs_dilation[k],

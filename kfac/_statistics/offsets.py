@@ -28,7 +28,7 @@ from jax import Array, lax
 from kfac._statistics.rows import accumulator
 
 
-class Axis(NamedTuple):
+class WindowAxis(NamedTuple):
     """A spatial axis of a convolution with stride 1 and no input dilation. `low` is the padding before the axis."""
 
     size: int
@@ -97,7 +97,7 @@ class Pair(NamedTuple):
 
 def offset_moment(
     x: Array,
-    axes: Sequence[Axis],
+    axes: Sequence[WindowAxis],
 ) -> Array:
     """Sum `a a^T` over examples and output positions, where `a` holds the inputs in the window.
 
@@ -122,7 +122,7 @@ def offset_moment(
 
 def _of_pairs(
     x: Array,
-    axes: Sequence[Axis],
+    axes: Sequence[WindowAxis],
 ) -> Array:
     """Compute `offset_moment` from the correlations for all offsets at once."""
     distinct = _by_pair(x, x, axes, 0)
@@ -144,7 +144,7 @@ def _of_pairs(
 def _by_pair(
     left: Array,
     right: Array,
-    axes: Sequence[Axis],
+    axes: Sequence[WindowAxis],
     k: int,
 ) -> Array:
     """Return `sum_q left[q] right[q + d]^T` as `[*offsets, channels, channels]`.
@@ -172,7 +172,7 @@ def _by_pair(
             # The data are already cut to the strip. The two slices below apply the offset, so a window of 1 is left.
             length = stop - start
             strip = list(axes)
-            strip[k] = Axis(length, 1, 1, 0, length)
+            strip[k] = WindowAxis(length, 1, 1, 0, length)
             from_left = lax.slice_in_dim(left, start, stop, axis=k + 1)
             from_right = from_left
             # Reuse the same slice where both sides agree, because `_correlate` then halves the work.
@@ -187,7 +187,7 @@ def _by_pair(
 def _correlate(
     left: Array,
     right: Array,
-    axes: Sequence[Axis],
+    axes: Sequence[WindowAxis],
 ) -> Array:
     """Return `sum_q left[q] right[q + d]^T` for all offsets `d` between taps, `[*offsets, channels, channels]`."""
     rank = len(axes)
@@ -225,7 +225,7 @@ def _correlate(
 def _products(
     left: Array,
     right: Array,
-    axes: Sequence[Axis],
+    axes: Sequence[WindowAxis],
 ) -> Array:
     """Compute `_correlate` as a matrix product with shifted copies, which sums narrow operands in float32."""
     reach = [axis.steps * axis.dilation for axis in axes]

@@ -192,7 +192,7 @@ class OneHot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class RaggedRows:
     """Rows of several copies, one copy after another. The number of rows per copy is known only at run time.
 
     Attributes:

@@ -14,7 +14,12 @@ from optax import Params
 
 from kfac._capture.value_and_grad import check_basis
 from kfac._checks import RENAMED, check_layers, check_range, with_hints
-from kfac._curvature.blocks import Group, check_factors, group_layers
+from kfac._curvature.blocks import (
+    Group,
+    check_factors,
+    check_moments,
+    group_layers,
+)
 from kfac._curvature.eigh import Eigen, Eigh, rotate
 from kfac._curvature.ekfac import EKFAC, EKFACState
 from kfac._curvature.preconditioner import (
@@ -38,7 +43,7 @@ from kfac.curvature._matrix import Linear
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Block:
+class OperatorBlock:
     """The curvature block of a layer, `k` matrices in the form `Q diag(values) Q^T`.
 
     The block multiplies arrays `[k, d_out, d_in]`. Each copy in a stacked layer and each piece of a split kernel has
@@ -68,7 +73,7 @@ class Block:
         q_a, q_g = self.basis
         return rotate(matrices, rows=q_g, columns=q_a, precision="float32", back=back)
 
-    def map(self, fn: Callable[[Array], Array]) -> Block:
+    def map(self, fn: Callable[[Array], Array]) -> OperatorBlock:
         """Apply `fn` to the eigenvalues; the eigenvectors stay the same."""
         return dataclasses.replace(self, values=fn(self.values))
 
@@ -80,7 +85,7 @@ class Block:
     def diagonal(self) -> Array:
         """Return the diagonal entries, `[k, d_out, d_in]`."""
         squares = jax.tree.map(jnp.square, self.basis)
-        return Block(squares, self.values).turn_back(self.values)
+        return OperatorBlock(squares, self.values).turn_back(self.values)
 
     def to_dense(self) -> Array:
         """Return dense matrices `[k, p, p]`, `p = d_in d_out`; entry `(i_out, i_in)` has index `i_in d_out + i_out`."""
@@ -110,7 +115,7 @@ class BlockOperator(Linear):
       layers: the layers that `find_layers` returned.
     """
 
-    blocks: dict[str, Block]
+    blocks: dict[str, OperatorBlock]
     layers: Layers = dataclasses.field(metadata={"static": True})
 
     def matvec(self, tree: Params) -> Params:
@@ -185,7 +190,7 @@ class BlockOperator(Linear):
 
     def diagonal(self) -> Params:
         """Return the diagonal, a tree like the parameters."""
-        return self._tree(Block.diagonal)
+        return self._tree(OperatorBlock.diagonal)
 
     def sample(self, key: Array) -> Params:
         """Draw a tree from the normal distribution with mean zero and this matrix as its covariance.
@@ -196,7 +201,7 @@ class BlockOperator(Linear):
         keys = iter(jax.random.split(key, max(1, len(self.blocks))))
         return self._tree(lambda block: block.sample(next(keys)))
 
-    def block(self, name: str) -> Block:
+    def block(self, name: str) -> OperatorBlock:
         """Return the block of the layer `name`.
 
         Raises:
@@ -219,7 +224,7 @@ class BlockOperator(Linear):
         ]
         return jax.tree.unflatten(self.layers.structure, leaves)
 
-    def _by_layer(self) -> Iterator[tuple[Layer, Block]]:
+    def _by_layer(self) -> Iterator[tuple[Layer, OperatorBlock]]:
         """Yield the layers that have a block, in their order, each with its block."""
         for layer in self.layers:
             if layer.name in self.blocks:
@@ -240,7 +245,7 @@ class BlockOperator(Linear):
             values.append(pieces.ravel())
         return jnp.concatenate(values)
 
-    def _tree(self, matrix_of: Callable[[Block], Array]) -> Params:
+    def _tree(self, matrix_of: Callable[[OperatorBlock], Array]) -> Params:
         """Return a tree like the parameters from a matrix for each block; zeros where a layer has no block."""
         leaves: dict[str, Array] = {}
         for layer, block in self._by_layer():
@@ -304,17 +309,17 @@ def block_operator(
       damping: the damping `l`, not negative. With `scale_damping=True`, the unit is each block's mean eigenvalue.
         The default is 0 for a `Factors`. For a state, the default is the damping of its next step, times
         `unitwise_damping_scale` for unit-wise and diagonal blocks.
-      preconditioner: an inverse from the list above, or another `kfac.BlockPreconditioner` with a `spectrum` method.
-        The default is the state's inverse. For a `Factors`, the default is `EKFAC()` with `basis`, otherwise `Eigh()`.
-        With a state, the operator takes the option `scale_damping` from the state's inverse.
+      preconditioner: one from the list above, or another `kfac.BlockPreconditioner` with a `spectrum` method.
+        The default is the state's own. For a `Factors`, the default is `EKFAC()` with `basis`, otherwise `Eigh()`.
+        With a state, the operator takes the option `scale_damping` from the state's preconditioner.
       basis: the eigenvectors in which the moments of a `Factors` were taken.
 
     Returns:
       A `BlockOperator`.
 
     Raises:
-      ValueError: an argument is out of range, does not match `layers`, or has no effect, or the inverse has no
-        `spectrum`, such as `kfac.SOAP()`.
+      ValueError: an argument is out of range, does not match `layers`, or has no effect, or the preconditioner has
+        no `spectrum`, such as `kfac.SOAP()`.
     """
     check_layers(layers)
     if damping is not None:
@@ -336,7 +341,7 @@ def block_operator(
         if damping is None:
             damping_of_factors = state.observe_damping
             unitwise_damping = damping_of_factors * state.unitwise_damping_scale
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, OperatorBlock] = {}
     for group, stack in stacks:
         damping_of_group = damping_of_factors if group.owned else unitwise_damping
         blocks |= _decompose(group, stack, preconditioner, damping_of_group)
@@ -347,7 +352,7 @@ def block_operator(
 
 
 class GroupStatistics(NamedTuple):
-    """A group's statistics and the state of its inverse, None without moments, as in a `BlockState`."""
+    """A group's statistics and its preconditioner's state, None without moments, as in a `BlockState`."""
 
     factors: Any
     preconditioner: Any
@@ -358,7 +363,7 @@ def _decompose(
     stack: GroupStatistics | BlockState,
     preconditioner: BlockPreconditioner,
     damping: Array,
-) -> dict[str, Block]:
+) -> dict[str, OperatorBlock]:
     """Return the damped block of each layer in a group."""
     preconditioner = group.preconditioner_of(preconditioner)
     preconditioner_state = (
@@ -368,7 +373,7 @@ def _decompose(
     def spectrum(*members):
         stacks_of_one = jax.tree.map(lambda x: x[None], members)
         return jax.tree.map(
-            lambda x: x[0], Block(*preconditioner.spectrum(*stacks_of_one))
+            lambda x: x[0], OperatorBlock(*preconditioner.spectrum(*stacks_of_one))
         )
 
     amounts = damping_of_blocks(preconditioner, stack.factors, damping)
@@ -388,7 +393,7 @@ def _from_factors(
     preconditioner: BlockPreconditioner | None,
     basis: Mapping[str, Basis] | None,
 ) -> tuple[BlockPreconditioner, Iterable[tuple[Group, GroupStatistics | BlockState]]]:
-    """Return the inverse and the stacks, by group, or with a basis by layer."""
+    """Return the preconditioner and the stacks, by group, or with a basis by layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
     stacks = []
@@ -415,12 +420,12 @@ def _from_factors(
             f"preconditioner={preconditioner!r} has no use for basis=, which belongs to kfac.EKFAC()"
         )
     check_basis(basis, layers)
+    check_moments(factors, layers, preconditioner)
     for layer in layers.with_factors:
         group = Group(layer.name, (layer,))
         statistics = group.stack_factors(factors)
         preconditioner_state = None
         if layer.supports_ekfac:
-            preconditioner.check(layer, factors[layer.name])
             a, g = group.stack(layer, basis[layer.name])
             # `EKFAC.spectrum` computes the factors' eigenvalues along these vectors.
             preconditioner_state = EKFACState(
@@ -436,13 +441,13 @@ def _from_factors(
 def _preconditioner_for(
     state: KfacState, preconditioner: BlockPreconditioner | None
 ) -> BlockPreconditioner:
-    """Return the inverse for an optimizer state, by default the state's own."""
+    """Return the preconditioner for an optimizer state, by default the state's own."""
     of_state = (
         state.settings.preconditioner if state.owned else preconditioner or Eigh()
     )
     if preconditioner is None:
         return of_state
-    # The state's damping is in the units of the state's inverse, so the new inverse takes over `scale_damping`.
+    # The state's damping is in the units of its preconditioner, so the new one takes over `scale_damping`.
     preconditioner = dataclasses.replace(
         preconditioner, scale_damping=of_state.scale_damping
     )
@@ -454,7 +459,7 @@ def _preconditioner_for(
 
 
 def factors_from_state(opt_state: Any, layers: Layers) -> Factors:
-    """Return an optimizer's bias-corrected running averages, from which the inverses are computed.
+    """Return an optimizer's bias-corrected running averages, from which the preconditioners are computed.
 
     Args:
       opt_state: a tree that holds a single K-FAC state. If the state is spread over several devices, pass the result

@@ -81,7 +81,7 @@ class Estimate:
     """The predicted cost of a run, as returned by `estimate`. Print it to see a table.
 
     The cost has four parts. `"gradients"` and `"preconditioning"` occur in each step, `"statistics"` each time they are
-    taken, and `"refresh"` each time the inverses are refreshed.
+    taken, and `"refresh"` each time the preconditioners are refreshed.
 
     Attributes:
       devices: the number of devices.
@@ -92,7 +92,7 @@ class Estimate:
       flops: FLOPs of the busiest device, by part.
       messages: bytes that a device sends, by part: the all-reduce of the gradients, the gather of the preconditioned
         gradients, the statistics on the way to the blocks' owners, and `EKFAC`'s new bases.
-      memory: bytes of a device: `"parameters"`, `"gradients"`, `"state"` (averages, inverses, momentum) and
+      memory: bytes of a device: `"parameters"`, `"gradients"`, `"state"` (averages, preconditioners, momentum) and
         `"statistics"` of a step, which are packed on several devices. Activations are not included.
     """
 
@@ -183,7 +183,7 @@ def estimate(
       hardware: `"h100"`, `"tpu-v5p"`, or a `Hardware`.
       overhead: the target overhead, as for `kfac.kfac`. It sets both intervals to the interval that `kfac.kfac` takes
         on an accelerator, if its layers are found with this batch.
-      preconditioner: the kind of inverse, as for `kfac.kfac`. None: `SOAP()`.
+      preconditioner: as for `kfac.kfac`. None: `SOAP()`.
       statistics_fraction: the fraction of the examples with statistics, as for `statistics`.
       statistics_period: the interval between statistics, instead of the interval that `overhead` sets.
       inverse_update_period: the interval between refreshes, instead of the interval that `overhead` sets.
@@ -249,7 +249,7 @@ class _Blocks:
 
     Attributes:
       groups: the groups of equal blocks.
-      preconditioner: the kind of inverse.
+      preconditioner: the preconditioner of Kronecker blocks.
       devices: the number of devices.
     """
 
@@ -366,4 +366,4 @@ def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
     settings = Settings(layers, blocks.preconditioner, Distribution(), True)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
     own = _count_bytes((state.owned, state.flat_state))
-    return own // blocks.devices + _count_bytes((state.shared, state.bases))
+    return own // blocks.devices + _count_bytes((state.replicated, state.bases))

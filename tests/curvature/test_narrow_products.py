@@ -16,7 +16,7 @@ import kfac
 from kfac import _linalg
 from kfac._curvature import orthonormal, soap
 from kfac._linalg import exact_product
-from kfac._statistics.offsets import Axis, _of_pairs, offset_moment
+from kfac._statistics.offsets import WindowAxis, _of_pairs, offset_moment
 
 
 def parts_of(x, number):
@@ -43,7 +43,7 @@ def product_of(precision, a, b):
 def test_moments_of_windows_in_half_precision():
     """Check that products with shifted copies, as on a GPU, match the float32 image up to rounding in the sums."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6, 5, 4)), jnp.bfloat16)
-    axes = Axis(6, 3, 1, 1, 6), Axis(5, 3, 2, 2, 5)  # size, window, dilation, padding, positions
+    axes = WindowAxis(6, 3, 1, 1, 6), WindowAxis(5, 3, 2, 2, 5)  # size, window, dilation, padding, positions
     wide = _of_pairs(x.astype(jnp.float32), axes)
     np.testing.assert_allclose(_of_pairs(x, axes), wide, rtol=1e-5, atol=1e-5 * float(jnp.abs(wide).max()))
     np.testing.assert_allclose(offset_moment(x, axes), wide, rtol=1e-6)

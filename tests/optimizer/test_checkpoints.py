@@ -183,7 +183,7 @@ def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_p
         owned={
             k: dataclasses.replace(own, blocks=with_averages(own.blocks, kept[k])) for k, own in fresh.owned.items()
         },
-        shared={name: with_averages(blocks, kept[name]) for name, blocks in fresh.shared.items()},
+        replicated={name: with_averages(blocks, kept[name]) for name, blocks in fresh.replicated.items()},
     )
     step, refresh = stepper(tx), jax.jit(kfac.observe)
     for statistics in (measured(2)[1], None):  # `observe` inverts with or without statistics

@@ -161,9 +161,9 @@ MISTAKES = {
         lambda: optimizer(preconditioner=kfac.Cholesky),
         r"but is the class Cholesky: call it, Cholesky\(",
     ),
-    "an inverse by name": (
+    "a preconditioner by name": (
         lambda: optimizer(preconditioner="soap"),
-        r"such as kfac\.Cholesky\(\), but is of type str: 'soap'",
+        r"such as kfac\.SOAP\(\), but is of type str: 'soap'",
     ),
     "no rate": (lambda: kfac.kfac(None, layers()), r"learning_rate must be a number or a schedule, but is None"),
     "no overhead": (lambda: optimizer(overhead=None), r"overhead must be a number, but is None"),
@@ -328,7 +328,7 @@ train = functools.partial(kfac.train_step, loss_fn, RATE)
         (kfac.Distribution, {"communication_dtype": "x"}, "communication_dtype must be one of 'float32'"),
         (find, {"max_factor_dim": 0.5}, "max_factor_dim must be a positive int"),
         (train, {"damping": -1}, r"damping must lie in \(0, inf\), but is -1"),
-        (train, {"preconditioner": "soap"}, r"preconditioner must be a kind of inverse such as kfac\.Cholesky"),
+        (train, {"preconditioner": "soap"}, r"preconditioner must be a BlockPreconditioner such as kfac\.SOAP"),
         (train, {"num_microbatches": 0}, "num_microbatches must be a positive int, but is 0"),
         (train, {"statistics_fraction": 0.3}, "statistics_fraction must be 1 over an integer, such as 1/3, but is 0.3"),
         (train, {"rules": "w"}, "rules must be a mapping of regular"),

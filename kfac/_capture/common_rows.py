@@ -1,6 +1,6 @@
 """Follow rows that all examples share, such as the constant tangents of a forward-mode derivative.
 
-The read of such rows is a `late` use. Its result is followed as `shared` data until it meets the examples in a
+The read of such rows is a `late` use. Its result is followed as `common` data until it meets the examples in a
 broadcast (`meet_examples`). At this broadcast, each example gets a gradient of its own.
 """
 
@@ -13,39 +13,39 @@ from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
 from kfac._capture.primitives import ELEMENTWISE
 from kfac._capture.program import Op
-from kfac._capture.states import Data, Operands, Use, View, shared_by
+from kfac._capture.states import Data, Operands, Use, View, common_reads
 
 
 def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
-    """Record whether shared rows meet the examples at an op. If they do, its result is data like any other.
+    """Record whether common rows meet the examples at an op. If they do, its result is data like any other.
 
-    If shared rows meet the examples in a broadcast, each example has a gradient of its own with respect to these
-    rows. If shared rows are added to the examples' part of the loss, they reach the loss by themselves.
+    If common rows meet the examples in a broadcast, each example has a gradient of its own with respect to these
+    rows. If common rows are added to the examples' part of the loss, they reach the loss by themselves.
     """
     if op.inner and not op.scan:
         found.plan.look_inside(op)
     if op.inner or not all(isinstance(x.state, Data) for x in operands):
         return False
     if op.summed and op.name in SUMS and _beside_examples(operands):
-        found.leaked |= shared_by(operands)
+        found.leaked |= common_reads(operands)
         return True
     axis = _axis_of_examples(op, operands, found.n)
     if axis is None:
         return False
     found.plan.merges[op] = axis
     found.plan.look_inside(op)
-    found.merged |= shared_by(operands)
+    found.merged |= common_reads(operands)
     return True
 
 
 def _beside_examples(operands: Operands) -> bool:
-    """Return whether another operand than the shared rows depends on the batch."""
-    return any(x.value.of_batch and not x.state.shared for x in operands)
+    """Return whether another operand than the common rows depends on the batch."""
+    return any(x.value.of_batch and not x.state.common for x in operands)
 
 
 def _axis_of_examples(op: Op, operands: Operands, n: int | None) -> int | None:
-    """Return the result's axis at which shared rows meet the examples, or None if they do not."""
-    shapes = {x.value.shape for x in operands if x.state.shared}
+    """Return the result's axis at which common rows meet the examples, or None if they do not."""
+    shapes = {x.value.shape for x in operands if x.state.common}
     broadcasts = op.name == "broadcast_in_dim"
     if len(shapes) != 1 or not (broadcasts or op.name in ELEMENTWISE):
         return None
@@ -61,8 +61,8 @@ def _axis_of_examples(op: Op, operands: Operands, n: int | None) -> int | None:
     return met[0]
 
 
-def stay_shared(op: Op, operands: Operands) -> bool:
-    """Return whether the result of an op that reads shared rows is shared by all examples, too."""
+def stay_common(op: Op, operands: Operands) -> bool:
+    """Return whether the result of an op that reads common rows is shared by all examples, too."""
     if op.inner:
         return not op.scan
     params = [x.state for x in operands if not isinstance(x.state, Data)]
