@@ -115,7 +115,7 @@ def run(method: str, rate: float, seed: int, params: Params, data: Any, steps: i
 
     @jax.jit
     def observe(opt_state: Any, params: Params, batch: Any) -> Any:
-        return kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch))
+        return kfac.observe(opt_state, kfac.statistics(loss_fn, layers, fraction=1)(params, batch))
 
     @jax.jit
     def step(params: Params, opt_state: Any, batch: Any) -> Any:

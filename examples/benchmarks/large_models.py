@@ -119,7 +119,7 @@ def compiled(loss, shapes, batch, which):
             return optax.apply_updates(params, updates), state, value
 
         def observe(params, state, batch):
-            return kfac.observe(state, kfac.statistics(loss, layers)(params, batch))
+            return kfac.observe(state, kfac.statistics(loss, layers, fraction=1)(params, batch))
 
         program, donated = (observe, 1) if which == "observe" else (step, (0, 1))
         lowered = jax.jit(program, donate_argnums=donated).lower(params, placed(state, shardings), batch)

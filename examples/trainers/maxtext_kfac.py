@@ -206,7 +206,7 @@ def padding(folder: Path) -> None:
         _, params, rest = nnx.split(state.model, nnx.Param, ...)  # type: ignore[misc]
         share = float(jnp.mean(batch["inputs_segmentation"] == 0))
         with jax.set_mesh(mesh):
-            measure = jax.jit(lambda batch: kfac.statistics(loss_fn, layers)(params, rest, batch).whole())  # noqa: B023
+            measure = jax.jit(lambda batch: kfac.statistics(loss_fn, layers, fraction=1)(params, rest, batch).whole())  # noqa: B023
             found, empty = measure(batch), measure(jax.tree.map(jnp.zeros_like, batch))
         print(f"packing={packing}: {share:.1%} of the positions are padding", flush=True)
         for name, block in found.items():
