@@ -156,8 +156,8 @@ def test_statistics_are_taken_when_they_are_due(overhead, every):
 
 @pytest.mark.parametrize(("options", "words"), [
     ({}, "2 layers, 320 parameters, SOAP, statistics of 1/4 of the examples every 6 steps"),
-    ({"overhead": 10, "preconditioner": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics in every step"),
-    ({"statistics_fraction": 1, "overhead": 0.3}, "SOAP, statistics every 6 steps"),
+    ({"overhead": 10, "preconditioner": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics of 1/4 of the examples in every step"),
+    ({"statistics_fraction": 1, "overhead": 0.3}, "SOAP, statistics every 2 steps"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
 def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
@@ -378,7 +378,7 @@ def test_init_says_what_a_mean_step_costs(capsys):
     seldom = 16 * (2 * (400**2 + 300**2) + 4 * 400 * 300) + 3 * 14 / 3 * (400**3 + 300**3)
     applied = 2 * 2 * 400 * 300 * 700
     np.testing.assert_allclose(alone, (seldom / 16 + applied) / gradients, atol=0.01)
-    assert price > alone and "max_factor_dim=100 cuts" in said
+    assert price > alone and "find_layers(max_factor_dim=100) cuts" in said
 
 
 def test_a_batch_with_arrays_that_examples_share_is_not_thinned(capsys):

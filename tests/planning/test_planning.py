@@ -182,7 +182,7 @@ def test_the_table_of_owners_of_version_0_3_names_the_plan():
 def test_layers_without_positions_are_refused(resnet50):
     blocks = tuple(dataclasses.replace(layer, positions=None) for layer in resnet50)
     with pytest.raises(ValueError, match="layers: '0_0a/kernel' was found without positions"):
-        kfac.planning.estimate(dataclasses.replace(resnet50, blocks=blocks), devices=8, batch=256)
+        kfac.planning.estimate(dataclasses.replace(resnet50, layers=blocks), devices=8, batch=256)
 
 
 @pytest.mark.slow
