@@ -116,6 +116,7 @@ class TrainStep:
         if self.verbose and known and jax.process_index() == 0:
             one_in = statistics_one_in(layers, self.statistics_fraction)
             print(_summary(layers, state, one_in))
+            print(_sizes(layers, params, opt_state, self.num_examples))
         interval = interval_of(opt_state)
         self.intervals[_shapes(params)] = interval
         self.clock.record(opt_state, 0, interval)
@@ -188,18 +189,24 @@ class TrainStep:
     def _programs(self) -> dict[str, Callable[..., Any]]:
         """The compiled programs, by name."""
 
-        def compiled(method, *donated):
+        def compiled(method, *donated, announced=""):
             program = jax.jit(method, donate_argnums=donated if self.donate else ())
+            unsaid = [announced] if announced else []
 
             def call(params, *args, **kwargs):
+                # An outer `jit` compiles the program itself, later.
+                if unsaid and not any(map(_is_traced, jax.tree.leaves((params, args)))):
+                    # The first call may take minutes, so show the line at once.
+                    print(f"compiling {unsaid.pop()} ...", flush=True)
                 return program(jax.tree.map(_strong, params), *args, **kwargs)
 
             return call
 
+        says = self.verbose and jax.process_index() == 0
         return {
             "init": compiled(self._init),
-            "observe": compiled(self._observe, 1),
-            "step": compiled(self._step, 0, 1),
+            "observe": compiled(self._observe, 1, announced="statistics" * says),
+            "step": compiled(self._step, 0, 1, announced="the step" * says),
         }
 
     def _transformation(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
@@ -354,7 +361,8 @@ def train_step(
         Therefore pass PRNG keys by name, `step(params, opt_state, batch, kwargs={"key": key})`.
       fisher: see `value_and_grad`.
       statistics_fraction: the `fraction` of `statistics`.
-      verbose: whether `init` prints a line about the layers.
+      verbose: whether to print the layers, the examples, the interval of statistics and the state's memory in `init`, and
+        a line before each of the two programs compiles.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
       options: options of the optimizer: `damping=`, `weight_decay=`, `preconditioner=` and so on.
@@ -421,6 +429,10 @@ def _shapes(params: PyTree) -> Any:
     return structure, *[getattr(leaf, "shape", ()) for leaf in leaves]
 
 
+def _is_traced(leaf: object) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
 def _strong(leaf: Array) -> Array:
     """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
     if not getattr(leaf, "weak_type", False):
@@ -481,6 +493,21 @@ def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
         f"{line}, {prices[name]:.2f} for {name} alone: find_layers(max_factor_dim={rows // 4}) cuts its factors into "
         "blocks"
     )
+
+
+def _sizes(
+    layers: Layers,
+    params: PyTree,
+    opt_state: PyTree,
+    num_examples: int | None,
+) -> str:
+    """Return a line with the examples, the argument that holds them, and the memory of the state on all devices."""
+    count = layers.num_examples or num_examples
+    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
+    examples = f"{count or 'unknown'} examples in {where or 'no argument'}"
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state))
+    adam = 2 * sum(getattr(leaf, "nbytes", 4) for leaf in jax.tree.leaves(params)) or 1
+    return f"{examples}; the state takes {size / 1e6:.2f} MB, {size / adam:.1f} times Adam's"
 
 
 def _short(number: int) -> str:

@@ -175,7 +175,24 @@ def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
         jax.eval_shape(lambda state: step(params, state, x), state)
     assert len(calls) <= 2 * found + 1  # a trace or two for each of the two programs, without finding the layers again
     printed = capsys.readouterr().out
-    assert printed.count("\n") == bool(words) and words in printed
+    assert printed.count("\n") == 2 * bool(words) and words in printed
+
+
+def test_init_prints_examples_and_memory_and_each_program_says_that_it_compiles(capsys):
+    params, x, loss_fn = perceptron()
+    step = kfac.train_step(loss_fn, 0.05)
+    state = step.init(params, x)
+    sizes = capsys.readouterr().out.splitlines()[1]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    # Adam's state is two arrays of 320 float32 numbers.
+    memory = f"the state takes {size / 1e6:.2f} MB, {size / 2560:.1f} times Adam's"
+    assert sizes == f"512 examples in argument 1; {memory}"
+    jax.eval_shape(step, params, state, x)
+    printed = []
+    for _ in range(3):
+        params, state, _ = step(params, state, x)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["compiling statistics ...\ncompiling the step ...\n", "", ""]
 
 
 def test_it_says_how_many_parameters_are_left_out(capsys):
