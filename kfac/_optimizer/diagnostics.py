@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from kfac._optimizer.overdue import warn_if_overdue
 from kfac._optimizer.reshard import some_states
 from kfac._optimizer.state import (
     AdaptiveDampingState,
@@ -40,7 +41,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
         the roots of the damped second moments by which the last step divided.
       - `inverse_age`: steps since the oldest preconditioner in use was refreshed.
       - `statistics_age`: steps since the last statistics, or since the start. It keeps growing if the loop does not
-        call `observe`.
+        call `observe`. From three intervals on, `diagnostics` warns of this once.
       - `skipped_statistics`, `failed_inversions`: the number of blocks with such a failure, summed since the start.
       - `skipped_steps`: the number of non-finite updates, including updates that an `optax.apply_if_finite` around the
         optimizer rejected.
@@ -53,6 +54,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
       ValueError: `opt_state` contains no K-FAC state, or more than one.
     """
     state = find_state(opt_state, "opt_state")
+    warn_if_overdue(state)
     scalars = state.metrics._asdict()
     scalars["statistics_age"] = jnp.maximum(
         state.count - 1 - state.last_statistics_step, 0

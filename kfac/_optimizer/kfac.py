@@ -24,6 +24,7 @@ from kfac._distributed.distribution import Distribution
 from kfac._layers import Layers
 from kfac._optimizer.assemble import assemble
 from kfac._optimizer.options import Options
+from kfac._optimizer.rates import warn_of_rate
 from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 NATURAL_GRADIENT = (
@@ -160,4 +161,5 @@ def kfac(
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
     )
+    warn_of_rate(learning_rate)
     return assemble(layers, options)

@@ -11,6 +11,7 @@ from kfac._factors import Factors
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
 from kfac._optimizer.options import Options
+from kfac._optimizer.overdue import note_observe
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
 from kfac._optimizer.state import (
@@ -95,6 +96,7 @@ def _own(state: KfacState, factors: Factors) -> Factors:
 
 def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     """Observe with a single state and the factors of its layers."""
+    note_observe()
     settings = state.settings
     layers = settings.layers
     preconditioner = settings.preconditioner

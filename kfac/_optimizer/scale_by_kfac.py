@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -25,6 +23,7 @@ from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options, check_options
+from kfac._optimizer.overdue import note_update, warn_if_overdue
 from kfac._optimizer.sharded_step import ShardedStep, init_over_mesh, mesh_to_open
 from kfac._optimizer.state import (
     KfacState,
@@ -151,13 +150,11 @@ class Transformation:
       options: the optimizer's options.
       settings: the layers and how their blocks are preconditioned.
       reads_params: whether the step lengths depend on the parameters.
-      told: not empty if the user was warned about old statistics.
     """
 
     options: Options
     settings: Settings
     reads_params: bool
-    told: list[bool] = dataclasses.field(default_factory=list)
 
     def init(self, params: PyTree) -> KfacState:
         comm, mesh = self.settings.distribution.comm(params, sharded=True)
@@ -197,9 +194,8 @@ class Transformation:
             averaged = varying_axes(updates).intersection(axes)
             updates = CommContext(tuple(sorted(averaged))).mean(updates)
         now = self.options.at(state.count)
-        if not self.told and is_overdue(state, self.options.statistics_period):
-            self.told.append(True)
-            warnings.warn(OVERDUE, stacklevel=2)
+        warn_if_overdue(state)
+        note_update(state)
         match_leaves(self.settings.layers, updates, "updates")
         if self.reads_params:
             match_leaves(self.settings.layers, params, "params")
@@ -256,24 +252,3 @@ class Transformation:
 
 
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"
-OVERDUE = (
-    "update had no new statistics for more than two intervals: when kfac.statistics_due(opt_state), call "
-    "opt_state = kfac.observe(opt_state, kfac.statistics(loss_fn, layers)(params, batch)) before it"
-)
-
-
-def is_overdue(state: KfacState, every: int | Array) -> bool:
-    """Return whether statistics are due and the last statistics are more than two intervals old.
-
-    False if the values are not known, as under `jit`, if they have an axis of devices, as under `pmap`, or if `every`
-    is not an int.
-    """
-    if not isinstance(every, int):
-        return False
-    for x in (state.count, state.due, state.last_statistics_step):
-        if isinstance(x, jax.core.Tracer) or x.ndim:
-            return False
-    return (
-        bool(state.due)
-        and int(state.count) - int(state.last_statistics_step) > 2 * every
-    )

@@ -361,8 +361,8 @@ def train_step(
         Therefore pass PRNG keys by name, `step(params, opt_state, batch, kwargs={"key": key})`.
       fisher: see `value_and_grad`.
       statistics_fraction: the `fraction` of `statistics`.
-      verbose: whether to print the layers, the examples, the interval of statistics and the state's memory in `init`, and
-        a line before each of the two programs compiles.
+      verbose: whether `init` prints the layers, the examples, the interval of statistics and the state's memory, and
+        whether a line says that a program compiles.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
       options: options of the optimizer: `damping=`, `weight_decay=`, `preconditioner=` and so on.

@@ -48,10 +48,14 @@ def spoil(tree, *path, value=float("nan")):
 
 
 def without(state, *metrics):
-    """Return the state without these counters, and without the flags for a rejected step and for due statistics."""
+    """Return the state without these counters, and without the flags for a rejected step and for the intervals.
+
+    The intervals between statistics and between refreshes go on in a rejected step.
+    """
     return state._replace(
         step_rejected=jnp.array(False),
         due=jnp.array(False),
+        refresh_due=jnp.array(False),
         metrics=state.metrics._replace(**dict.fromkeys(metrics, jnp.zeros(()))),
     )
 

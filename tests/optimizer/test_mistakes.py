@@ -381,3 +381,42 @@ def test_an_iterator_is_refused(option):
     """Check iterators, which the check itself would exhaust, so that nothing would be skipped."""
     with pytest.raises(ValueError, match=f"{option} must be .* but is <generator"):
         kfac.train_step(loss_fn, RATE, **{option: (x for x in ["bias"])})
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (1.1e-3, r"learning_rate=0\.0011 is of AdamW's size.*Start with 0\.1"),
+        (
+            kfac.schedules.warmup_linear_decay(2e-3, 700),
+            r"peak of the learning rate's schedule, 0\.0019, is of Adam",
+        ),
+        (lambda step: 0.1 * (step // 10**8), "schedule is zero in all steps that were looked at"),
+    ],
+)
+def test_kfac_warns_once_of_a_rate_of_adamws_size_or_of_zero(rate, words):
+    loss_fn = lambda w, x: jnp.mean(jnp.square(x @ w))  # noqa: E731
+    w, x = jnp.ones((3, 2)), jnp.ones((8, 3))
+    with pytest.warns(UserWarning, match=words) as warned:
+        step = kfac.train_step(loss_fn, rate, verbose=False)
+        step(w, step.init(w, x), x)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        0.0,
+        0.003,
+        jnp.float32(0.1),
+        jnp.array(1e-4),  # one step of a schedule, as optax.inject_hyperparams passes it
+        optax.warmup_cosine_decay_schedule(0.0, 0.05, 1000, 10_000),
+        optax.warmup_cosine_decay_schedule(0.0, 0.05, 3, 5),
+        lambda step: 0.1 if step < 3 else 0.2,
+        optax.piecewise_constant_schedule(1e-4, {10_000: 100.0}),
+    ],
+    ids=str,
+)
+def test_kfac_does_not_warn_of_other_rates(rate):
+    kfac.kfac(rate, kfac.Layers((), ()))
+    jax.jit(lambda rate: kfac.kfac(lambda step: rate * step, kfac.Layers((), ())) and rate)(1e-5)

@@ -1,6 +1,9 @@
 """Test `kfac.observe`, which puts statistics into an optimizer's state, in its own program or in the step's."""
 
 import functools
+import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import kfac
+from checking import slow
 from problem import (
     QUICKLY,
     assert_close,
@@ -229,13 +233,56 @@ def test_mistakes_are_said():
     raising(lambda: kfac.due, r"kfac\.due is now statistics_due", AttributeError)
 
 
-def test_forgotten_statistics_are_warned_of_once():
-    tx, grads = kfac.scale_by_kfac(layers(), statistics_period=2), measured(0)[0]
+@pytest.mark.parametrize("compiled_update", [False, True])
+def test_update_or_diagnostics_warn_once_of_forgotten_statistics(compiled_update):
+    """Forget `observe`. A compiled `update` cannot tell, so `diagnostics` does."""
+    every = 2 + compiled_update  # another optimizer, because each is warned of once
+    tx, grads = kfac.scale_by_kfac(layers(), statistics_period=every), measured(0)[0]
+    update = compiled(tx.update) if compiled_update else tx.update
     state = tx.init(initial())
-    with pytest.warns(UserWarning, match=r"no new statistics for more than two intervals.*kfac\.observe") as warned:
-        for _ in range(7):
-            state = tx.update(grads, state)[1]
+    for _ in range(3 * every):
+        state = jax.block_until_ready(update(grads, state)[1])
+        kfac.diagnostics(state)
+    with pytest.warns(UserWarning, match=r"no new statistics for more than three intervals.*kfac\.observe") as warned:
+        for _ in range(4):
+            kfac.diagnostics(state)
+            state = jax.block_until_ready(update(grads, state)[1])
     assert len(warned) == 1
+
+
+def test_diagnostics_do_not_warn_of_a_loop_with_an_interval_of_its_own():
+    tx, (grads, factors) = kfac.scale_by_kfac(layers(), statistics_period=5), measured(0)
+    step, observe = compiled(tx.update), compiled(kfac.observe)
+    state = tx.init(initial())
+    for t in range(60):
+        if t % 30 == 0:
+            state = observe(state, factors)
+        state = jax.block_until_ready(step(grads, state)[1])
+        kfac.diagnostics(state)
+    # Only `observe` without factors refreshes here, at steps that the optimizer does not know.
+    tx = kfac.scale_by_kfac(layers(), statistics_period=1, inverse_update_period=math.inf)
+    state = tx.init(initial())
+    for _ in range(6):
+        state = tx.update(grads, state)[1]
+        kfac.diagnostics(jax.block_until_ready(state))
+
+
+@pytest.mark.parametrize("observes", [False, slow(True)])
+def test_a_program_that_compiled_update_and_never_called_observe_says_so_at_its_end(observes):
+    program = """
+import jax, jax.numpy as jnp, kfac
+w, x = jnp.ones((3, 2)), jnp.ones((8, 3))
+loss_fn = lambda w, x: jnp.mean(jnp.square(x @ w))
+layers = kfac.find_layers(loss_fn, w, x)
+tx = kfac.kfac(0.1, layers)
+state = jax.eval_shape(tx.init, w)
+if {observes}:
+    state = jax.eval_shape(kfac.observe, state, jax.eval_shape(kfac.statistics(loss_fn, layers), w, x))
+jax.eval_shape(tx.update, w, state, w)
+"""
+    command = [sys.executable, "-c", program.replace("{observes}", str(observes))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert ("update was compiled, but kfac.observe was never called" in said) != observes
 
 
 def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
