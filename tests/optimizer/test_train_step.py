@@ -156,7 +156,7 @@ def test_statistics_are_taken_when_they_are_due(overhead, every):
 
 @pytest.mark.parametrize(("options", "words"), [
     ({}, "2 layers, 320 parameters, SOAP, statistics of 1/4 of the examples every 6 steps"),
-    ({"overhead": 10, "preconditioner": kfac.Eigh()}, "2 layers, 320 parameters, Eigh, statistics of 1/4 of the examples in every step"),
+    ({"overhead": 10, "preconditioner": kfac.Eigh()}, "Eigh, statistics of 1/4 of the examples in every step"),
     ({"statistics_fraction": 1, "overhead": 0.3}, "SOAP, statistics every 2 steps"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
