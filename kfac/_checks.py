@@ -239,13 +239,16 @@ def with_hints(
 
     def decorate(function):
         called = function.__qualname__.removesuffix(".__init__")
+        also = ""
+        if "kwargs" in inspect.signature(function).parameters:
+            also = ". A keyword argument of loss_fn belongs in kwargs={...}"
 
         @functools.wraps(function)
         def checked(*args, **kwargs):
             for name in kwargs:
                 if name in hints:
                     raise TypeError(
-                        f"{called}() has no option {name}=: use {hints[name]}"
+                        f"{called}() has no option {name}=: use {hints[name]}{also}"
                     )
             return function(*args, **kwargs)
 

@@ -103,5 +103,8 @@ def test_a_keyword_of_the_loss_outside_kwargs_is_refused(function):
         "init": lambda: step.init(PARAMS, X, scale=2.0),
         "call": lambda: step(PARAMS, None, X, scale=2.0),
     }
+    # An option of earlier versions may be a keyword of the loss.
+    with pytest.raises(TypeError, match=r"no option reduce=: use rules=.* loss_fn belongs in kwargs=\{\.\.\.\}"):
+        kfac.find_layers(plain, PARAMS, X, reduce=2.0)
     with pytest.raises(TypeError, match=r"unexpected keyword scale=: .* kwargs=\{'scale': \.\.\.\}"):
         calls[function]()
