@@ -200,7 +200,8 @@ class Reference:
         every, warmup = self.inverse_update_period, self.interval_warmup_steps
         if warmup:
             every = min(every, 1 if t < warmup else 2 ** (1 + int(np.log2(t // warmup))))
-        turn = t % every == 0 or t % self.inverse_update_period == 0 or t - self.refreshed >= self.inverse_update_period
+        turn = t % every == 0 or t % self.inverse_update_period == 0
+        turn |= self.refreshed < 0 or t - self.refreshed >= self.inverse_update_period
         refreshes = statistics is not None and turn
         if statistics is not None:
             self.accumulate(statistics)

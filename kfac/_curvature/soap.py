@@ -54,8 +54,8 @@ class SOAP(BlockPreconditioner):
     eigenbasis and transformed at each refresh, so a step takes four matrix products.
 
     The factors are K-FAC's, from per-example gradients. The original SOAP has Shampoo's factors, from batch gradients.
-    The curvature determines only the basis. The step length comes from `step_norm` or `trust_ratio`, and without either
-    it is Adam's.
+    The curvature determines only the basis. `kfac.kfac` sets the step length. In `kfac.natural_gradient` it is Adam's,
+    or that of `trust_ratio`.
 
     There is no eigendecomposition. The basis starts as the identity, and each refresh makes one step of orthogonal
     iteration, `Q <- qr(A Q)`, so the basis follows the factors. By default the first ten steps all refresh, which

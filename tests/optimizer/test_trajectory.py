@@ -95,8 +95,8 @@ CONFIGURATIONS = {
         "factor_ema_decay": constant(0.0),
         "interval_warmup_steps": 0,
     },
-    # Statistics come at step 1, and the first refresh at step 4. Until then gradients pass through.
-    "late refresh": {
+    # The first statistics come at step 1. They refresh, although step 1 is no multiple of the interval.
+    "late statistics": {
         "learning_rate": constant(0.03125),
         "damping": constant(0.125),
         "factor_ema_decay": constant(0.9375),
@@ -170,7 +170,7 @@ def run(configuration, dtype, tolerance):
         return optax.apply_updates(params, updates), state
 
     losses, scales, ages = [], [], []
-    without = (0, *WITHOUT) if configuration == "late refresh" else WITHOUT
+    without = (0, *WITHOUT) if configuration == "late statistics" else WITHOUT
     for t in range(STEPS):
         images, labels = batch(t)
         loss, grads, statistics = network(expected, images, labels)
@@ -201,6 +201,6 @@ def test_trajectory_in_float64(x64, configuration):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["everything", "late refresh"])
+@pytest.mark.parametrize("configuration", ["everything", "late statistics"])
 def test_trajectory_in_float32(configuration):
     run(configuration, jnp.float32, 2e-4)
