@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -501,13 +502,22 @@ def _sizes(
     opt_state: PyTree,
     num_examples: int | None,
 ) -> str:
-    """Return a line with the examples, the argument that holds them, and the memory of the state on all devices."""
+    """Return a line with the examples, the argument that holds them, and the memory of the state on a device."""
     count = layers.num_examples or num_examples
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
     examples = f"{count or 'unknown'} examples in {where or 'no argument'}"
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state))
-    adam = 2 * sum(getattr(leaf, "nbytes", 4) for leaf in jax.tree.leaves(params)) or 1
-    return f"{examples}; the state takes {size / 1e6:.2f} MB, {size / adam:.1f} times Adam's"
+    size = _bytes_per_device(opt_state)
+    adam = 2 * _bytes_per_device(params) or 1
+    return f"{examples}; the state takes {size / 1e6:.2f} MB per device, {size / adam:.1f} times Adam's"
+
+
+def _bytes_per_device(tree: PyTree) -> int:
+    size = 0
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Array):
+            shape = leaf.sharding.shard_shape(leaf.shape)
+            size += math.prod(shape) * leaf.dtype.itemsize
+    return size
 
 
 def _short(number: int) -> str:

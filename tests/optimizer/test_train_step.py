@@ -185,7 +185,7 @@ def test_init_prints_examples_and_memory_and_each_program_says_that_it_compiles(
     sizes = capsys.readouterr().out.splitlines()[1]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     # Adam's state is two arrays of 320 float32 numbers.
-    memory = f"the state takes {size / 1e6:.2f} MB, {size / 2560:.1f} times Adam's"
+    memory = f"the state takes {size / 1e6:.2f} MB per device, {size / 2560:.1f} times Adam's"
     assert sizes == f"512 examples in argument 1; {memory}"
     jax.eval_shape(step, params, state, x)
     printed = []

@@ -34,6 +34,7 @@ from problem import (
     measured,
     plain_kfac,
     run,
+    stepper,
 )
 
 RATE, STEPS = 0.1, 4
@@ -206,6 +207,23 @@ def test_sam_in_opaque_mode_differentiates_at_the_point_of_the_adversary():
 
     updates, _ = step(jax.jit(opaque.init)(initial()))
     assert_close(updates, by_hand(initial()), 1e-4)
+
+
+def test_update_freezes_leaves_with_set_to_zero_and_masked_alone_lets_them_ascend():
+    """Check what docs/interop.md says of frozen parameters."""
+    labels = {name: "kfac" if name in ("first", "out") else "frozen" for name in initial()}
+    given = {"frozen": optax.set_to_zero(), "kfac": optimizer()}
+    masked = optax.masked(optimizer(), {name: label == "kfac" for name, label in labels.items()})
+    grads, factors = measured(0)
+    frozen, ascending = (
+        stepper(tx)(grads, tx.init(initial()), initial(), factors)[2] for tx in (optax.partition(given, labels), masked)
+    )
+    for name, label in labels.items():
+        if label == "kfac":
+            assert_close(frozen[name], ascending[name], 1e-6)
+        else:
+            assert not any(np.any(leaf) for leaf in jax.tree.leaves(frozen[name]))
+            assert_equal(ascending[name], grads[name])
 
 
 # -- objects of flax ---------------------------------------------------------------------------------------------------
