@@ -253,7 +253,7 @@ class BlockPreconditioner(abc.ABC):
           and the previous step's preconditioned momentum, which `kfac.kfac` needs for `adaptive_layer_rates`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} takes gradients, but has no method `precondition_momentum`"
+            f"{type(self).__name__} owns the momentum, but has no method `precondition_momentum`"
         )
 
     def basis(self, state: Any) -> Basis | None:

@@ -283,7 +283,7 @@ def measure(
     Args:
       device: the blocks that this device holds.
       now: the scalars of the step.
-      advanced: the new states of preconditioners that take in gradients.
+      advanced: the new states of preconditioners that own the momentum.
       motions: momenta and rates after the step.
       norms: the squared norm of the gradient, and two squared norms of the preconditioned gradient: over the blocks
         that this device owns, and over the blocks that all devices hold.
