@@ -18,7 +18,11 @@ def stack(layer: Layer, block: Kronecker) -> Kronecker:
     """Return a layer's statistics as a stack of its blocks, in the order in which `Layer.to_pieces` returns the pieces.
 
     Each copy in a stacked layer, and each piece into which a kernel is cut, has its own block. Pieces in the same
-    columns share `A`, and pieces in the same rows share `G`.
+    columns have equal `A`, and pieces in the same rows equal `G`. A kernel with `num_blocks=(3, 2)` has the blocks ::
+
+             A0  A1  A2
+        G0    0   1   2
+        G1    3   4   5
     """
     if not layer.stacked:
         block = jax.tree.map(lambda x: x[None], block)

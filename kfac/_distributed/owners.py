@@ -5,7 +5,12 @@ The `K` blocks of equal shape form a group. They are dealt to `D` devices. With 
 
 The last `K % D` blocks are the group's *remainder*. They go to as many devices, a block for each, at position `full`.
 Gradients travel in every step, so the devices are chosen whose earlier remainder blocks have the fewest gradient
-elements. The most expensive groups are dealt first.
+elements. The most expensive groups are dealt first. Seven blocks on three devices::
+
+    position     0   1   2
+    device 0     0   3
+    device 1     1   4   6    the remainder; device 0 already has one of another group
+    device 2     2   5
 
 A `BlockAssignment` has an entry for each remainder block, but no entry for each device.
 """
