@@ -163,6 +163,7 @@ def stack_packed(
             moments = fill(jnp.zeros(math.prod(moments))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
         if group.owned:
+            # `Packed` has an axis of pieces, `[k, pieces, ...]`. Here the vector of a block is a single piece.
             one_piece = jax.tree.map(lambda x: x[:, None], stack)
             stack = Packed(one_piece, tuple(group.shapes.values()))
         stacks[group.name] = stack
@@ -182,6 +183,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
     settings = context.settings
     comm = context.comm
     state = context.state
+    # The decay is per step, so averages from `age` steps ago decay `age` times.
     age = jnp.maximum(state.count - state.last_statistics_step, 1)
     steps = jnp.where(state.last_statistics_step < 0, 1, age)
     decay = state.factor_ema_decay.astype(jnp.result_type(float)) ** steps
@@ -213,6 +215,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
             )
             state = with_parts(state, comm, name, preconditioner=preconditioner)
             statistics = dataclasses.replace(statistics, moments=None)
+        # Gradient factors are divided by roots of their trace, so undo this before averaging.
         old = group.scaled(part_of(state, comm, name, "factors"), back=True)
         averages, weight = averaged(old, block.weight, statistics, decay, taken)
         averages = group.scaled(averages)

@@ -132,6 +132,7 @@ def precondition(
                 )
             )
             continue
+        # Stacks here are `[k, d_in, d_out]`, as most kernels lie in memory. Preconditioners take `[k, d_out, d_in]`.
         applied = preconditioner.apply(
             preconditioner_state, gradient.mT, now.damping
         ).mT
@@ -174,12 +175,14 @@ def add_momentum(
     state = device.state
     momentum = Momentum(now.momentum, device.options.nesterov)
     last, highest = state.learning_rates
+    # In a warm-up or at the end of a decay, agreement with the last step only says that steps are short.
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     steps = dict(steps)
     motions = {}
     for name in state.blocks:
         trace, rate = part_of(state, device.comm, name, "momentum_state")
         if rate is not None:
+            # A preconditioner that owns the momentum has compared its directions with the gradients itself.
             angle = angles[name] if trace is None else cosine(trace, gradients[name])
             rate = adapted(rate, angle, full)
         if trace is not None:
@@ -246,6 +249,7 @@ def build_stack(
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
     kernels = find_kernels(group, device.options.spectral)
+    # One row broadcasts over all blocks, which spares the devices a look-up of their own rows.
     if all(np.all(x == x[0]) for x in kernels):
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
     else:
@@ -257,6 +261,7 @@ def build_stack(
     )
     if np.all(pieces == 1):
         return stack
+    # The pieces of a kernel may have several owners. Each device adds up its own, and a message adds up the devices.
     kernel_of = np.repeat(np.arange(len(pieces)), pieces)
     whose = device.take(name, jnp.asarray(kernel_of))
 
@@ -312,6 +317,7 @@ def measure(
         rate = motions[name].rate
         if rate is not None:
             rates.append(jnp.where(device.owns[name], rate, 0))
+            # The lowest rate is the inverse of the highest reciprocal, so one maximum over devices finds both ends.
             reciprocal_rates.append(jnp.where(device.owns[name], 1 / rate, 0))
     parts = [conditions, ages]
     if rates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kfac
@@ -129,3 +130,20 @@ def test_train_step_goes_on_with_its_own_interval_after_another_one():
     assert taken == [False, True, True, True]
     _, _, taken = follow(step, params, state, [BATCH] * 5)
     assert taken == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("wrap", [optax.chain, slow(lambda tx: optax.MultiSteps(tx, 2))])
+def test_train_step_follows_statistics_due_inside_other_optimizers(wrap):
+    """`optax.MultiSteps` calls the optimizer in every second step, so the host must ask the device."""
+    step = kfac.train_step(
+        quadratic, 0.01, optimizer=lambda *args, **options: wrap(kfac.kfac(*args, **options)), verbose=False
+    )
+    params = network()
+    state = step.init(params, BATCH)
+    for _ in range(45):
+        due = bool(kfac.statistics_due(state))
+        before = optax.tree.get(state, "last_statistics_step")
+        count = max(optax.tree.get_all_with_path(state, "count"), key=lambda found: len(found[0]))[1]
+        params, state, _ = step(params, state, BATCH)
+        taken = optax.tree.get(state, "last_statistics_step")
+        assert (int(taken) != int(before)) == due or int(before) == int(count)
