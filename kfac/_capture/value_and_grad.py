@@ -107,7 +107,8 @@ def value_and_grad(
       A function of `(params, *args)` that returns `(value, grads, factors)`, where `value` is `loss` or `(loss, aux)`,
       `grads` has the structure of the parameters and `factors` is a `Factors`. It takes three keywords:
 
-      - `kwargs`: the keyword arguments of `loss_fn`, a dictionary.
+      - `kwargs`: the keyword arguments of `loss_fn`, a dictionary. For a keyword that must stay a Python value under
+        `jax.jit`, pass `functools.partial(loss_fn, train=True)` as `loss_fn`.
       - `fisher_key`: a PRNG key. `"sampled"` draws targets with it, and `"expected"` draws a random sign for each row.
         The same key gives the same draws. They differ between devices: the device's position on the axes over which the
         arguments vary is folded into the key. Under `jax.pmap`, and `shard_map` with `check_vma=False`, these are all

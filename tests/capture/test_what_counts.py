@@ -1,5 +1,6 @@
 """Check that statistics count only the uses of parameters that carry a gradient to the loss."""
 
+import functools
 import re
 
 import jax
@@ -109,10 +110,12 @@ def test_dead_reads_inside_a_scan():
         {"w": normal(0, D, H, dtype=np.float32), "u": normal(1, H, H, dtype=np.float32)},
         normal(2, T, N, D, dtype=np.float32),
     )
-    layers = kfac.find_layers(loss, params, x, dead=False)
-    assert layers == kfac.find_layers(loss, params, x, dead=True)
-    measure = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N), static_argnames="dead")
-    expected, found = (measure(params, x, dead=dead)[2] for dead in (False, True))
+    layers = kfac.find_layers(loss, params, x, kwargs={"dead": False})
+    assert layers == kfac.find_layers(loss, params, x, kwargs={"dead": True})
+    expected, found = (
+        jax.jit(kfac.value_and_grad(functools.partial(loss, dead=dead), layers, num_examples=N))(params, x)[2]
+        for dead in (False, True)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, expected)
 
 
@@ -149,9 +152,9 @@ def test_sampled_targets_do_not_count_what_the_outputs_do_not_see():
     params = {"in": params["in"], "out": {"w": params["out"]["w"]}}
     results = []
     for beside in (False, True):
-        layers = kfac.find_layers(marked, params, data, beside=beside)
+        layers = kfac.find_layers(marked, params, data, kwargs={"beside": beside})
         fn = kfac.value_and_grad(marked, layers, fisher="sampled")
-        results.append(fn(params, data, beside=beside, fisher_key=key)[2])
+        results.append(fn(params, data, kwargs={"beside": beside}, fisher_key=key)[2])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results)
 
 
