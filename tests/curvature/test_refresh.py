@@ -132,8 +132,10 @@ def test_blocks_alone_that_are_no_products_keep_what_their_damping_is_relative_t
     x = jnp.linspace(-1, 2, 15).reshape(5, 3)
     found = kfac.find_layers(loss_fn, params, x)
     _, grads, factors = jax.jit(kfac.value_and_grad(loss_fn, found))(params, x)
-    # Momentum would still contain the first gradient, which is not preconditioned.
-    inside, apart = (kfac.kfac(0.1, found, momentum=0.0, inverse_update_period=every) for every in (1, math.inf))
+    # Momentum would still contain the first gradient, which is not preconditioned. An adaptive rate would grow in the
+    # second step of `apart`.
+    options = {"momentum": 0.0, "adaptive_layer_rates": False}
+    inside, apart = (kfac.kfac(0.1, found, inverse_update_period=every, **options) for every in (1, math.inf))
     expected, _ = inside.update(grads, kfac.observe(inside.init(params), factors), params)
     _, state = apart.update(grads, kfac.observe(apart.init(params), factors), params)
     again, _ = apart.update(grads, kfac.observe(state), params)
