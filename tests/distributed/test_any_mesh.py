@@ -227,7 +227,7 @@ def test_a_mesh_without_its_word():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preconditioner", [None, kfac.Cholesky()])
+@pytest.mark.parametrize("preconditioner", [kfac.SOAP(), kfac.Cholesky()])
 def test_an_owner_may_hold_single_blocks_of_several_shapes(preconditioner, x64):
     """Check that a block's location does not depend on the order of groups in a state, which `jit` sorts."""
     params = {"a": [{"w": normal(k, 8, 8) / 3, "b": jnp.zeros(8)} for k in range(3)]}

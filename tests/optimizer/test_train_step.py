@@ -54,7 +54,7 @@ def close(found, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {"preconditioner": None},
+        {},
         {"statistics_fraction": 1 / 5},
         {"preconditioner": kfac.EKFAC(), "damping": 1e-2, "nesterov": True},
     ],
