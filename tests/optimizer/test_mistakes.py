@@ -415,7 +415,7 @@ def test_kfac_warns_once_of_a_rate_of_adamws_size_or_of_zero(rate, words):
         lambda step: 0.1 if step < 3 else 0.2,
         optax.piecewise_constant_schedule(1e-4, {10_000: 100.0}),
     ],
-    ids=str,
+    ids=["zero", "bound", "array", "array of a step", "warm-up", "short warm-up", "steps", "late rise"],
 )
 def test_kfac_does_not_warn_of_other_rates(rate):
     kfac.kfac(rate, kfac.Layers((), ()))
