@@ -200,18 +200,18 @@ def check_fraction(
 RENAMED = {
     "cost": "overhead=",
     "factor_decay": "factor_ema_decay=",
-    "gradient": 'rules={pattern: "gradient"} of find_layers',
-    "gradient_factors": 'rules={pattern: "gradient"} of find_layers',
+    "gradient": 'rules={pattern: "gradient"} of find_layers or train_step',
+    "gradient_factors": 'rules={pattern: "gradient"} of find_layers or train_step',
     "inverse": "preconditioner=",
     "inverse_every": "inverse_update_period=",
-    "kfac_reduce": 'rules={pattern: "reduce"} of find_layers',
-    "layer_multipliers": "rules={pattern: multiplier} of find_layers",
-    "layer_rates": "adaptive_layer_rates= (a bool), or rules={pattern: multiplier} of find_layers",
+    "kfac_reduce": 'rules={pattern: "reduce"} of find_layers or train_step',
+    "layer_multipliers": "rules={pattern: multiplier} of find_layers or train_step",
+    "layer_rates": "adaptive_layer_rates= (a bool), or rules={pattern: multiplier} of find_layers or train_step",
     "max_dim": "max_factor_dim=",
     "rate_in_momentum": "lr_in_momentum=",
-    "reduce": 'rules={pattern: "reduce"} of find_layers',
+    "reduce": 'rules={pattern: "reduce"} of find_layers or train_step',
     "refresh_warmup": "interval_warmup_steps=",
-    "skip": 'rules={pattern: "skip"} of find_layers',
+    "skip": 'rules={pattern: "skip"} of find_layers or train_step',
     "statistics_every": "statistics_period=",
     "subsample": "fraction= of kfac.statistics (in train_step: statistics_fraction=)",
     "unitwise_damping": "unitwise_damping_scale=",
@@ -270,8 +270,8 @@ def takes_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in options:
             if name not in known:
                 raise TypeError(
-                    f"unexpected keyword {name}=: pass the keyword arguments of loss_fn in a dictionary, "
-                    f"kwargs={{{name!r}: ...}}"
+                    f"no option is called {name}=. If it is an argument of loss_fn, pass it in a "
+                    f"dictionary, kwargs={{{name!r}: ...}}"
                 )
         return function(*args, **options)
 

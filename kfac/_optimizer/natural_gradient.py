@@ -17,8 +17,14 @@ from kfac._optimizer.assemble import assemble
 from kfac._optimizer.options import Options
 from kfac._optimizer.step_scaling import ScalarOrSchedule
 
+# Options of the other optimizer.
+MOVED = {
+    "adaptive_layer_rates": "kfac.kfac, which sets the length of each step",
+    "overhead": "statistics_period= and inverse_update_period=; kfac.kfac computes both from overhead=",
+}
 
-@with_hints(HINTS | RENAMED)
+
+@with_hints(HINTS | RENAMED | MOVED)
 def natural_gradient(
     learning_rate: ScalarOrSchedule,
     layers: Layers,

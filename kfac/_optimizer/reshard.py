@@ -259,7 +259,7 @@ def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
     states = find_nodes(opt_state, KfacState)
     if not states:
         raise ValueError(
-            f"there is no state of scale_by_kfac in {argument}, of type {type(opt_state).__name__}"
+            f"there is no K-FAC state in {argument}, of type {type(opt_state).__name__}"
         )
     return states
 

@@ -403,7 +403,7 @@ def find_state(opt_state: PyTree, argument: str) -> KfacState:
     if states:
         how = "; give the part of each"
     raise ValueError(
-        f"{argument} must hold one state of scale_by_kfac, but is of type {type(opt_state).__name__} and holds "
+        f"{argument} must hold one K-FAC state, but is of type {type(opt_state).__name__} and holds "
         f"{len(states)}{how}"
     )
 

@@ -140,7 +140,8 @@ class TrainStep:
         Args:
           params: the parameters.
           opt_state: the optimizer state.
-          args: the further positional arguments of `loss_fn`, such as a batch.
+          args: the further positional arguments of `loss_fn`, such as a batch. Bools and strings among them, and in
+            `kwargs`, are static: a new value compiles a new program. Numbers are traced, as under `jax.jit`.
           kwargs: the keyword arguments of `loss_fn`, a dictionary. With `num_microbatches`, the part's number is folded
             into each typed PRNG key among them. Untyped keys must be called `key` or `fisher_key`.
           fisher_key: a PRNG key, needed with `fisher="sampled"` or `"expected"`.
@@ -149,26 +150,18 @@ class TrainStep:
           The new parameters, the new state, and the result of `loss_fn`.
         """
         due, calls = self.clock.read(opt_state)
+        kwargs = dict(kwargs or {})
 
-        def run_observe(
-            opt_state,
-            params,
-            args,
-            kwargs,
-        ):
+        def run_observe(opt_state):
             program = self._programs["observe"]
             return program(
                 params, opt_state, *args, kwargs=kwargs, fisher_key=fisher_key
             )
 
-        kwargs = dict(kwargs or {})
-        arguments = opt_state, params, args, kwargs
         if isinstance(due, jax.core.Tracer):
-            opt_state = lax.cond(
-                due, run_observe, lambda state, *rest: state, *arguments
-            )
+            opt_state = lax.cond(due, run_observe, lambda state: state, opt_state)
         elif due:
-            opt_state = run_observe(*arguments)
+            opt_state = run_observe(opt_state)
         result = self._programs["step"](params, opt_state, *args, kwargs=kwargs)
         if calls is not None:
             self.clock.record(result[1], calls + 1, self._interval(params))
@@ -191,7 +184,12 @@ class TrainStep:
         """The compiled programs, by name."""
 
         def compiled(method, *donated, announced=""):
-            program = jax.jit(method, donate_argnums=donated if self.donate else ())
+            def joined(params, *args, fixed, **kwargs):
+                args, kwargs = _join((args, kwargs), fixed)
+                return method(params, *args, **kwargs)
+
+            donated = donated if self.donate else ()
+            program = jax.jit(joined, static_argnames="fixed", donate_argnums=donated)
             unsaid = [announced] if announced else []
 
             def call(params, *args, **kwargs):
@@ -199,7 +197,9 @@ class TrainStep:
                 if unsaid and not any(map(_is_traced, jax.tree.leaves((params, args)))):
                     # The first call may take minutes, so show the line at once.
                     print(f"compiling {unsaid.pop()} ...", flush=True)
-                return program(jax.tree.map(_strong, params), *args, **kwargs)
+                params = jax.tree.map(_strong, params)
+                (args, kwargs), fixed = _split((args, kwargs))
+                return program(params, *args, fixed=fixed, **kwargs)
 
             return call
 
@@ -226,6 +226,8 @@ class TrainStep:
             return self.given
         shapes = _shapes(params)
         if anew or shapes not in self.layers:
+            # The programs trace numbers, so a loss that needs their values fails here already.
+            args, kwargs = jax.tree.map(_as_traced, (args, kwargs))
             self.layers[shapes] = find_layers(
                 self.loss_fn,
                 params,
@@ -434,6 +436,34 @@ def _is_traced(leaf: object) -> bool:
     return isinstance(leaf, jax.core.Tracer)
 
 
+def _as_traced(leaf: Any) -> Any:
+    """Return the shape and dtype that `jax.jit` gives a Python number. Return other leaves as they are."""
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return jax.eval_shape(lambda x: x, leaf) if is_number else leaf
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None
+
+
+def _split(tree: PyTree) -> tuple[PyTree, tuple[tuple[int, bool | str], ...]]:
+    """Replace bools and strings by None, because losses branch on them. Return the tree, and them with their places."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    places = enumerate(leaves)
+    fixed = tuple((k, leaf) for k, leaf in places if isinstance(leaf, bool | str))
+    for k, _ in fixed:
+        leaves[k] = None
+    return jax.tree.unflatten(structure, leaves), fixed
+
+
+def _join(tree: PyTree, fixed: Sequence[tuple[int, bool | str]]) -> PyTree:
+    """Put the bools and strings that `_split` took out back."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    for k, leaf in fixed:
+        leaves[k] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
 def _strong(leaf: Array) -> Array:
     """Return the leaf without a weak type. With a weak type, the first step would need a program of its own."""
     if not getattr(leaf, "weak_type", False):
@@ -491,8 +521,8 @@ def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
     if prices[name] < EXPENSIVE or rows < LONG:
         return line
     return (
-        f"{line}, {prices[name]:.2f} for {name} alone: find_layers(max_factor_dim={rows // 4}) cuts its factors into "
-        "blocks"
+        f"{line}, {prices[name]:.2f} for {name!r} alone: layers=kfac.find_layers(..., max_factor_dim={rows // 4}) cuts "
+        "its factors into blocks"
     )
 
 
@@ -505,7 +535,9 @@ def _sizes(
     """Return a line with the examples, the argument that holds them, and the memory of the state on a device."""
     count = layers.num_examples or num_examples
     where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    examples = f"{count or 'unknown'} examples in {where or 'no argument'}"
+    examples = f"{count or 'unknown'} examples"
+    if where:
+        examples += f" in {where}"
     size = _bytes_per_device(opt_state)
     adam = 2 * _bytes_per_device(params) or 1
     return f"{examples}; the state takes {size / 1e6:.2f} MB per device, {size / adam:.1f} times Adam's"

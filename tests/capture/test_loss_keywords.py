@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,5 +108,38 @@ def test_a_keyword_of_the_loss_outside_kwargs_is_refused(function):
     # An option of earlier versions may be a keyword of the loss.
     with pytest.raises(TypeError, match=r"no option reduce=: use rules=.* loss_fn belongs in kwargs=\{\.\.\.\}"):
         kfac.find_layers(plain, PARAMS, X, reduce=2.0)
-    with pytest.raises(TypeError, match=r"unexpected keyword scale=: .* kwargs=\{'scale': \.\.\.\}"):
+    with pytest.raises(TypeError, match=r"no option is called scale=\. .* kwargs=\{'scale': \.\.\.\}"):
         calls[function]()
+
+
+def branching(params, x, negative, *, mode, first=0):
+    y = x @ params["w"]
+    y = y if mode == "linear" else jnp.tanh(y)
+    return jnp.mean(y[:, first:] ** 2) * (-1 if negative else 1)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_train_step_leaves_bools_and_strings_to_the_loss(jitted):
+    params = PARAMS
+    step = kfac.train_step(branching, 0.1, verbose=False)
+    for negative in (False, True):
+        for mode in ("linear", "bounded"):
+            state = step.init(params, X, negative, kwargs={"mode": mode})
+
+            def call(params, state, x, negative=negative, mode=mode):
+                return step(params, state, x, negative, kwargs={"mode": mode})
+
+            loss = (jax.jit(call) if jitted else call)(params, state, X)[2]
+            np.testing.assert_allclose(loss, branching(params, X, negative, mode=mode), rtol=1e-5)
+
+
+def test_train_step_init_already_refuses_a_number_that_the_loss_needs_while_it_is_traced():
+    params = PARAMS
+    keywords = {"mode": "linear", "first": 1}
+    step = kfac.train_step(branching, 0.1, verbose=False)
+    with pytest.raises(IndexError, match="static integers"):
+        step.init(params, X, False, kwargs=keywords)
+    static = kfac.train_step(functools.partial(branching, first=1), 0.1, verbose=False)
+    state = static.init(params, X, False, kwargs={"mode": "linear"})
+    loss = static(params, state, X, False, kwargs={"mode": "linear"})[2]
+    np.testing.assert_allclose(loss, branching(params, X, False, **keywords), rtol=1e-5)
