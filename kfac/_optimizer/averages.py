@@ -78,9 +78,9 @@ def observe_here(
             # `optax.contrib.sam` turns the state's flags into integers.
             refreshed = state.refresh_due.astype(bool)
             state, failed = refresh_preconditioners(comm, state, refreshed)
-        state = state._replace(
-            last_statistics_step=state.count, due=jnp.zeros((), bool)
-        )
+        # A copy: outside `jit` both would be one buffer, which a step that donates its state may not receive twice.
+        last = jnp.array(state.count)
+        state = state._replace(last_statistics_step=last, due=jnp.zeros((), bool))
     counts = [count_blocks(comm, state, left_out), count_blocks(comm, state, failed)]
     skipped, failures = comm.total(jnp.stack(counts))
     # A block without a preconditioner keeps its gradient. So the first refresh counts only once all blocks took part,

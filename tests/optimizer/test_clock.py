@@ -147,3 +147,13 @@ def test_train_step_follows_statistics_due_inside_other_optimizers(wrap):
         params, state, _ = step(params, state, BATCH)
         taken = optax.tree.get(state, "last_statistics_step")
         assert (int(taken) != int(before)) == due or int(before) == int(count)
+
+
+def test_a_donating_train_step_takes_the_state_that_observe_returned_outside_of_jit():
+    params, batch = {"w": jnp.ones((3, 2))}, jnp.ones((8, 3))
+    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+    step = kfac.train_step(loss_fn, 0.1, donate=True, verbose=False)
+    state = step.init(params, batch)
+    factors = kfac.statistics(loss_fn, kfac.find_layers(loss_fn, params, batch))(params, batch)
+    state = kfac.observe(state, factors)
+    assert jnp.isfinite(step(params, state, batch)[2])
