@@ -44,7 +44,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return _run("distributed.md", 15)
+    return _run("distributed.md", 16)
 
 
 def test_no_other_page_has_code_that_is_not_run():
@@ -283,6 +283,15 @@ def test_a_state_for_other_devices_goes_on_as_it_would_have(distributed, one_dev
     # The state in pmap's form has the same values.
     again = jax.jit(kfac.state.gather_state)(names["small_stacked_state"])
     jax.tree.map(np.testing.assert_array_equal, again, names["portable"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_train_step_goes_on_with_fewer_devices(distributed):
+    names = distributed
+    expected, state, _ = names["train_step"](names["train_params"], names["train_state"], names["spread_batch"])
+    _assert_close(jax.device_get(names["small_params"]), jax.device_get(expected))
+    gather = jax.jit(kfac.state.gather_state)
+    _assert_close(jax.device_get(gather(names["new_state"])), jax.device_get(gather(state)), 1e-3)
 
 
 @pytest.mark.slow

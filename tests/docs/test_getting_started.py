@@ -39,7 +39,7 @@ def test_the_page_shows_what_its_code_prints(page):
     _, printed = page
     shown = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     found = "\n".join(printed[:-3]).splitlines()  # the last three lines are of the run on several devices
-    expected = "".join(shown).splitlines()
+    expected = "".join(shown).replace("\n    ", " ").splitlines()  # an indented line continues the last line
     for line, shown_line in zip(found, expected, strict=True):
         accuracies = [re.search(r"(\d+\.\d)%", text) for text in (line, shown_line)]
         if all(accuracies):
@@ -66,7 +66,8 @@ def test_the_own_loop_learns(page):
     assert float(names["own_last"]) < 1.3  # guessing gives log 10
     scalars = kfac.diagnostics(names["own_state"])
     assert scalars["condition"] > 1 and scalars["skipped_steps"] == scalars["skipped_statistics"] == 0
-    assert jax.tree.structure(names["own_params"]) == jax.tree.structure({"hidden": 0, "output": 0})
+    averages = names["own_stats"]["BatchNorm_0"]["mean"]
+    assert np.abs(averages).max() > 1e-3  # no longer the initial average
 
 
 def test_on_a_mesh_the_same_is_learnt_and_blocks_have_owners(page):
