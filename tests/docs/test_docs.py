@@ -1,5 +1,6 @@
 """Test that the documentation agrees with the package: its examples run, and its tables are complete."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -306,7 +307,9 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels])
 
     layers, params = names["synchronised_layers"], names["params"]
-    assert layers == kfac.find_layers(global_loss, params, names["batch"])
+    assert layers.num_examples == 32 // jax.device_count()  # a device's share
+    whole_batch = dataclasses.replace(layers, num_examples=32)
+    assert whole_batch == kfac.find_layers(global_loss, params, names["batch"])
 
     def step(params, batch, loss_fn, axis_name, average):
         tx = kfac.kfac(0.1, layers, distribution=kfac.Distribution(axis_name))

@@ -12,7 +12,7 @@ import kfac
 
 @pytest.fixture(scope="module")
 def names():
-    return _run("interop.md", 6)
+    return _run("interop.md", 7)
 
 
 def plain(loss_fn, layers, params, batch, tx=None, steps=15):
@@ -98,3 +98,10 @@ def test_lookahead_goes_half_of_the_way_of_the_plain_loop(names):
     plain_params = plain(names["linen_loss"], names["layers"], initial, names["batch"], steps=5)[0]
     half = jax.tree.map(lambda a, b: (a + b) / 2, initial, plain_params)
     assert_same(names["lookahead_params"], optax.LookaheadParams.init_synced(half))
+
+
+def test_frozen_parameters_do_not_move(names):
+    tx, params, batch = names["with_frozen"], names["word_params"], names["word_batch"]
+    updates, _ = tx.update(jax.grad(names["word_loss"])(params, batch), tx.init(params), params)
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(updates["embedding"]))
+    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(updates["hidden"]))
