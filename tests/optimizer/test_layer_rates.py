@@ -6,6 +6,7 @@ Some tests use internals of `_optimizer.step_scaling`, because its rule's consta
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,10 @@ def test_rates_have_bounds_and_zero_gradients_tell_nothing():
 def test_no_rate_rises_in_a_warm_up_or_late_in_a_schedule():
     """Check schedules with short steps, which agree with the gradient at any rate."""
     top = 2 * WARMUP
-    tx = kfac.kfac(lambda t: 1e-3 * jnp.minimum(t / top, jnp.where(t < top + 8, 1, 0.4)), LAYERS)
+    schedule = lambda t: 1e-3 * jnp.minimum(t / top, jnp.where(t < top + 8, 1, 0.4))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is of AdamW's size")
+        tx = kfac.kfac(schedule, LAYERS)
     grads, factors = measured(0)
     state, update = jax.jit(tx.init)(problem.initial()), jax.jit(observing(tx))
     found = []
