@@ -87,9 +87,7 @@ def find_layers(
       *args: further arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Other leaves are passed on unchanged.
       has_aux: whether `loss_fn` returns a pair.
       rules: a mapping from regular expressions, which are searched in leaf paths (joined by `/`), to the treatment of
-        the leaves that match::
-
-            rules = {"^embed/": "skip", "^head/": "gradient", "conv": "reduce", "Dense_": 0.5}
+        the leaves that match, such as `{"^embed/": "skip", "^head/": "gradient", "conv": "reduce", "Dense_": 0.5}`.
 
         - `"skip"`: no curvature block. The gradient passes through the preconditioner unchanged.
         - `"gradient"`: the gradient's own factors (Gupta et al. 2018; Vyas et al. 2024). No statistics are captured.

@@ -44,11 +44,18 @@ def gauss_newton(
 
     Use the same batch in every step, a loss whose minimum is near zero, and statistics with `fisher="expected"`::
 
+        def loss_fn(params, x):
+            return 0.5 * jnp.mean(jnp.sum(kfac.mark_output(network(params, x), "residual") ** 2, -1))
+
+        x = batch[0]
+        layers = kfac.find_layers(loss_fn, params, x)
+        optimizer = kfac.gauss_newton(layers)
+        opt_state = optimizer.init(params)
         measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
-        loss, grads, factors = measure(params, batch, fisher_key=key)
+        loss, grads, factors = measure(params, x, fisher_key=jax.random.key(0))
         opt_state = kfac.observe(opt_state, factors)
-        value_fn = lambda params: loss_fn(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, value_fn=value_fn)
+        value_fn = lambda params: loss_fn(params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value_fn=value_fn)
 
     For minibatches use `kfac.kfac`, because the loss of each minibatch has a different minimum. To use
     several devices, place the parameters and the batch on a mesh.

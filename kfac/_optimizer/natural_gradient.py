@@ -47,8 +47,19 @@ def natural_gradient(
 ) -> optax.GradientTransformationExtraArgs:
     """Return natural gradient descent with K-FAC: the curvature sets both the direction and the length of a step.
 
+    ::
+
+        layers = kfac.find_layers(loss_fn, params, batch)
+        optimizer = kfac.natural_gradient(0.05, layers, damping=1e-3, factor_ema_decay=0.95)
+        opt_state = optimizer.init(params)
+        loss, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, batch)
+        opt_state = kfac.observe(opt_state, factors)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+
     The gradient `V` of a kernel is preconditioned by the damped Kronecker factors of the layer's Fisher block, with
-    `pi^2 = (tr A / dim A) / (tr G / dim G)` and damping `l`::
+    `pi^2 = (tr A / dim A) / (tr G / dim G)` and damping `l`:
+
+    .. code-block:: text
 
         p = (G + sqrt(l)/pi I)^-1 V (A + pi sqrt(l) I)^-1
         p <- p min(1, sqrt(kl_clip / (lr^2 <p, V>)))      # the sum <p, V> is over all layers
