@@ -228,11 +228,11 @@ def interval(loss, layers, params, x, **options):
 @pytest.mark.parametrize(
     ("examples", "width", "preconditioner", "overhead", "every"),
     [
-        (2000, 16, None, 0.1, 5),
-        (2000, 16, None, 1, 1),
-        (32, 16, None, 1, 5),
+        (2000, 16, kfac.SOAP(), 0.1, 5),
+        (2000, 16, kfac.SOAP(), 1, 1),
+        (32, 16, kfac.SOAP(), 1, 5),
         (32, 16, kfac.Cholesky(), 1, 4),
-        (1, 64, None, 0.1, 16),
+        (1, 64, kfac.SOAP(), 0.1, 16),
     ],
 )
 def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
@@ -240,10 +240,9 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
 ):
     loss, params, x = perceptron(examples, width)
     layers = kfac.find_layers(loss, params, x)
-    kind = preconditioner or kfac.SOAP()
-    gradients, share = 6 * examples * width * (width + 4), 4 if preconditioner is None and examples >= 64 else 1
+    gradients, share = 6 * examples * width * (width + 4), 4 if examples >= 64 else 1
     statistics = (2 * examples * (3 * width**2 + 4**2) + gradients * 2 / 3) / share
-    refresh = kind.flops_per_cube * (3 * width**3 + 4**3)
+    refresh = preconditioner.flops_per_cube * (3 * width**3 + 4**3)
     ratio = (statistics + 3 * refresh) / gradients / overhead
     assert (
         interval(loss, layers, params, x, preconditioner=preconditioner, overhead=overhead)
@@ -267,7 +266,7 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
 
 
 @pytest.mark.slow
-def test_without_a_number_of_examples_every_step_refreshes():
+def test_without_a_number_of_examples_kfac_refreshes_at_the_longest_interval():
     loss, params, x = perceptron(1, 64)
     layers = kfac.find_layers(loss, params, x)
     assert repr(layers).endswith("found with 1 example(s) in argument 1")
@@ -276,7 +275,7 @@ def test_without_a_number_of_examples_every_step_refreshes():
     for other in (kfac.scale_by_kfac, functools.partial(kfac.natural_gradient, 0.1)):
         with pytest.raises(ValueError, match=r"but is 'auto'; math\.inf leaves all refreshes"):
             other(layers, inverse_update_period="auto")
-    assert interval(loss, dataclasses.replace(layers, num_examples=None), params, x, overhead=0.1) == 1
+    assert interval(loss, dataclasses.replace(layers, num_examples=None), params, x, overhead=0.1) == 16
 
 
 def test_the_inverse_of_a_plan_is_that_of_the_optimizer_by_default():
