@@ -137,7 +137,7 @@ def test_train_step_init_already_refuses_a_number_that_the_loss_needs_while_it_i
     params = PARAMS
     keywords = {"mode": "linear", "first": 1}
     step = kfac.train_step(branching, 0.1, verbose=False)
-    with pytest.raises(IndexError, match="static integers"):
+    with pytest.raises(IndexError, match="must (be|have) static"):
         step.init(params, X, False, kwargs=keywords)
     static = kfac.train_step(functools.partial(branching, first=1), 0.1, verbose=False)
     state = static.init(params, X, False, kwargs={"mode": "linear"})
