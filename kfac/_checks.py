@@ -196,7 +196,7 @@ def check_fraction(
     return k
 
 
-# Keywords of version 0.3, with the present keyword.
+# Keywords of earlier versions, with the present keyword.
 RENAMED = {
     "cost": "overhead=",
     "factor_decay": "factor_ema_decay=",

@@ -185,8 +185,8 @@ class TrainStep:
 
         def compiled(method, *donated, announced=""):
             def joined(params, *args, fixed, **kwargs):
-                args, kwargs = _join((args, kwargs), fixed)
-                return method(params, *args, **kwargs)
+                rest, kwargs = _join((args[1:], kwargs), fixed)
+                return method(params, *args[:1], *rest, **kwargs)
 
             donated = donated if self.donate else ()
             program = jax.jit(joined, static_argnames="fixed", donate_argnums=donated)
@@ -198,8 +198,9 @@ class TrainStep:
                     # The first call may take minutes, so show the line at once.
                     print(f"compiling {unsaid.pop()} ...", flush=True)
                 params = jax.tree.map(_strong, params)
-                (args, kwargs), fixed = _split((args, kwargs))
-                return program(params, *args, fixed=fixed, **kwargs)
+                # The state before the loss's arguments has many leaves, and none to split off.
+                (rest, kwargs), fixed = _split((args[1:], kwargs))
+                return program(params, *args[:1], *rest, fixed=fixed, **kwargs)
 
             return call
 
