@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 FACTOR = 2.2
+# Muon searches a second rate: the rate of its Adam, relative to its own. Each value is a method of its own.
+MUON = {"muon": 0.3, "muon-adam-1": 1.0, "muon-adam-3": 3.0}
 
 
 def mean_scores(records: Iterable[Mapping[str, Any]]) -> dict[float, float]:

@@ -109,8 +109,7 @@ KFAC: dict[str, dict[str, Any]] = {
     "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
     "no-statistics": {},
 }
-MUON = {"muon": 0.3, "muon-adam-1": 1.0, "muon-adam-3": 3.0}  # the rate of Muon's Adam, relative to Muon's
-METHODS = (*KFAC, "soap", "soap-spectral", *MUON, "muon-adaptive", "adamw", "lars", "lamb", "sgd")
+METHODS = (*KFAC, "soap", "soap-spectral", *brackets.MUON, "muon-adaptive", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -358,9 +357,9 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
         if method in ("soap", "soap-spectral"):
             return soap(rate, problem, overlaps)
         if method == "muon-adaptive":
-            return ablations.adaptive_rates(muon(rate, problem, MUON["muon"]), rate)
-        if method in MUON:
-            return muon(rate, problem, MUON[method])
+            return ablations.adaptive_rates(muon(rate, problem, brackets.MUON["muon"]), rate)
+        if method in brackets.MUON:
+            return muon(rate, problem, brackets.MUON[method])
         # the study's settings
         return methods.METHODS[method].make(
             rate, {"momentum": 0.9, "b2": 0.99, "weight_decay": 5e-4, "vectors": 3.0}, None
@@ -598,7 +597,7 @@ def search(trials: Trials, method: str, rates: list[float], seeds: list[int]) ->
     If no trial is stored, the search begins with `rates`. For Muon with another rate of Adam, it begins with the best
     rate of "muon" and its neighbours.
     """
-    if method in MUON and method != "muon" and trials.stored("muon"):
+    if method in brackets.MUON and method != "muon" and trials.stored("muon"):
         of_muon = brackets.bracket(brackets.mean_scores(trials.stored("muon")))
         rates = [rate for rate in of_muon if rate is not None]
     elif trials.stored(method):

@@ -25,7 +25,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results" / "networks.jsonl"
 STEPS = {10: 60, 100: 400, 390: 600}
-ADAM = {"muon": 0.3, "muon-adam-1": 1, "muon-adam-3": 3}  # the rate of Muon's Adam, relative to Muon's
 
 
 class Network(NamedTuple):
@@ -169,13 +168,13 @@ def of(methods: str) -> Callable[[str, int], Cell]:
     method, *numbers = methods.split()
     rate = float(numbers[0]) if numbers else None
     steps = int(numbers[1]) if len(numbers) > 1 else None
-    family = tuple(ADAM) if method == "muon" else (method,)
+    family = tuple(brackets.MUON) if method == "muon" else (method,)
     return lambda name, share: cell(name, share, family, rate, steps)
 
 
 def muon_rate(found: Cell) -> str:
     """Return Muon's best rate, and the rate of its Adam relative to Muon's."""
-    return f"{found.rate:g}, {ADAM[found.method]:g}"
+    return f"{found.rate:g}, {brackets.MUON[found.method]:g}"
 
 
 def table(head: str, rows: Iterable[str]) -> list[str]:
