@@ -309,7 +309,7 @@ def refusals():
     with_moments, basis = measured(basis=True)
     state = kfac.scale_by_kfac(layers()).init(parameters())
     return [
-        (lambda: kfac.curvature.block_operator(layers(), grads), "source must hold one state"),
+        (lambda: kfac.curvature.block_operator(layers(), grads), "source must hold one K-FAC state"),
         (lambda: kfac.curvature.block_operator(layers(), factors, damping=-1.0), "damping must lie"),
         (lambda: kfac.curvature.block_operator(layers(), with_moments), "pass the basis="),
         (lambda: kfac.curvature.block_operator(layers(), factors, basis=basis), "have no moments"),
