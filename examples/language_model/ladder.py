@@ -1,0 +1,510 @@
+"""Compare optimizers on a ladder of language models: wider, deeper, longer and with larger batches from rung to rung.
+
+    python examples/language_model/ladder.py run --width 128 --method kfac --rate 0.1    # repeat it to continue the run
+    python examples/language_model/ladder.py search --width 128 --method muon            # its rate and its Adam's rate
+    python examples/language_model/ladder.py report
+    python examples/language_model/ladder.py plot
+
+A rung is a network, a batch and a number of steps. The network is the decoder in `transformer.py` with a tied table, in
+float32. The text comes from `sources.py`. For all methods, the rate rises for a tenth of the steps and then falls to
+zero. `search` starts with the given rate. It moves to half or twice the rate, and for Muon and SOAP to the next
+multiple of their Adam's rate, until no neighbour is better. Runs that are already in --results are not repeated.
+
+The methods are:
+
+- "kfac": `kfac.kfac` with default options. `--rules tokens=0.3 positions=0.3` multiplies the steps of some layers.
+- "muon": Muon for kernels. Adam trains the table, the positions and the vectors at `--adam` times its rate.
+- "soap": published SOAP (`examples/physics/soap.py`) for kernels, Adam as with Muon.
+- "adamw": AdamW with a weight decay of 0.1 for kernels.
+
+A row has the validation loss after a twelfth of the steps, and the last step of the kernels of each kind: its stable
+rank `|step|_F^2 / |step|_2^2`, its Frobenius and its spectral norm relative to the kernel's, and K-FAC's adaptive
+multiplier. Each number is a mean over the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("benchmarks", "large_batch", "physics", "language_model")]
+
+import environment  # noqa: F401, E402, I001  before JAX is imported
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import curves  # noqa: E402
+import kfac  # noqa: E402
+import soap as published  # noqa: E402
+import sources  # noqa: E402
+from transformer import Transformer  # noqa: E402
+
+METHODS = "kfac", "muon", "soap", "adamw"
+RATES = {"kfac": 0.1, "muon": 0.03, "soap": 0.003, "adamw": 0.003}  # where a search starts
+MULTIPLES = 0.03, 0.1, 0.3, 1.0, 3.0, 10.0  # of Muon's and SOAP's rate, for their Adam
+KINDS = "queries_keys_values", "attention", "up", "down"
+HEAD = 64  # width of a head
+VALIDATION = 32_768  # tokens
+MOMENTS = 12  # validations of a run
+
+
+class Rung(NamedTuple):
+    """Hold a network, a batch size in tokens, and a number of steps."""
+
+    width: int
+    blocks: int
+    context: int
+    vocabulary: int
+    tokens: int
+    steps: int
+
+    @property
+    def every(self) -> int:
+        """The number of steps between two validations."""
+        return max(1, self.steps // MOMENTS)
+
+
+class Run(NamedTuple):
+    """Hold a rung, a method and its settings. `adam` is 1 for methods without a second rate."""
+
+    rung: Rung
+    method: str
+    rate: float
+    adam: float = 1.0
+    rules: tuple[tuple[str, float], ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def of(cls, row: curves.Row) -> Run:
+        """Return the run of a row."""
+        rung = Rung(*(row[name] for name in Rung._fields))
+        rules = tuple(sorted(row["rules"].items()))
+        return cls(rung, row["method"], row["rate"], row["adam"], rules, row["seed"])
+
+    def row(self) -> curves.Row:
+        """Return the entries that all rows of the run share."""
+        own = {name: value for name, value in self._asdict().items() if name != "rung"}
+        return self.rung._asdict() | own | {"rules": dict(self.rules)}
+
+    @property
+    def name(self) -> str:
+        """The name of the file with the run's state."""
+        rules = "-".join(f"{re.sub(r'[^A-Za-z]', '', pattern)}-{factor}" for pattern, factor in self.rules)
+        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, rules)))
+
+    def neighbours(self) -> list[Run]:
+        """Return the runs that a search compares with this run."""
+        found = [self._replace(rate=float(f"{rate:.4g}")) for rate in (self.rate / 2, 2 * self.rate)]
+        if self.method in ("muon", "soap"):
+            place = MULTIPLES.index(self.adam)
+            others = MULTIPLES[max(0, place - 1) : place] + MULTIPLES[place + 1 : place + 2]
+            found += [self._replace(adam=adam) for adam in others]
+        return found
+
+
+def network(rung: Rung) -> Transformer:
+    heads = max(1, rung.width // HEAD)
+    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, dtype="float32", tied=True)
+
+
+def at_start(rung: Rung, seed: Any) -> Any:
+    """Return the first parameters. The entries of a tied table are small, because it is the head's kernel as well."""
+    params = network(rung).init(jax.random.key(seed))
+    return params | {"tokens": 0.02 * params["tokens"], "positions": 0.2 * params["positions"]}
+
+
+def by_adam(path: Any, leaf: jax.Array) -> bool:
+    """Return whether Muon and SOAP leave a parameter to Adam: tables, positions and vectors."""
+    return "blocks" not in jax.tree_util.keystr(path) or leaf.ndim < 3
+
+
+def muon(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, leaf: jax.Array) -> Any:
+            return None if by_adam(path, leaf) else optax.contrib.MuonDimensionNumbers(1, 2)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(
+        rate, adam_b2=0.95, adam_learning_rate=lambda count: adam * rate(count),
+        muon_weight_dimension_numbers=dimensions,
+    )  # fmt: skip
+
+
+def soap(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
+    """Return published SOAP, which takes each block's kernels as separate matrices."""
+
+    def kernels() -> optax.GradientTransformation:
+        inner = published.soap()
+
+        def separate(tree: Any) -> Any:
+            return jax.tree.map(list, tree)
+
+        def update(grads: Any, state: Any, params: Any = None) -> Any:
+            del params
+            steps, state = inner.update(separate(grads), state)
+            joined = [jnp.stack(x) for x in jax.tree.leaves(steps, is_leaf=lambda x: isinstance(x, list))]
+            return jax.tree.unflatten(jax.tree.structure(grads), joined), state
+
+        return optax.GradientTransformation(lambda params: inner.init(separate(params)), update)
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, x: "adam" if by_adam(path, x) else "soap", params)
+
+    slower = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.scale(adam))
+    return optax.chain(
+        optax.multi_transform({"soap": kernels(), "adam": slower}, labels), optax.scale_by_learning_rate(rate)
+    )
+
+
+def adamw(rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+
+
+class Programs(NamedTuple):
+    """Hold compiled functions that serve all rates of a method.
+
+    Attributes:
+      init: `init(params)` returns the optimizer's state.
+      observe: `observe(state, params, tokens)` takes K-FAC's statistics. None for other methods.
+      step: `step(params, state, tokens, rate, adam)` returns the new parameters and state, and the loss.
+      evaluate: `evaluate(params, tokens)` returns the mean loss over `[parts, sequences, context + 1]` tokens.
+    """
+
+    init: Callable[..., Any]
+    observe: Callable[..., Any] | None
+    step: Callable[..., Any]
+    evaluate: Callable[..., Any]
+
+
+@functools.cache
+def programs(rung: Rung, method: str, rules: tuple[tuple[str, float], ...]) -> Programs:
+    loss_fn = network(rung).loss
+    layers: Any = None
+    observe = None
+    if method == "kfac":
+        params = jax.eval_shape(functools.partial(at_start, rung), 0)
+        tokens = jax.ShapeDtypeStruct((rung.tokens // rung.context, rung.context + 1), jnp.int32)
+        layers = kfac.find_layers(loss_fn, params, tokens, rules=dict(rules) or None)
+        statistics = kfac.statistics(loss_fn, layers)
+        observe = jax.jit(
+            lambda state, params, tokens: kfac.observe(state, statistics(params, tokens)), donate_argnums=0
+        )
+
+    def optimizer(rate: Any, adam: Any) -> Any:
+        shape = kfac.schedules.warmup_linear_decay(1.0, rung.steps)
+
+        def schedule(count: Any) -> Any:
+            return rate * shape(count)
+
+        if method == "kfac":
+            return kfac.kfac(schedule, layers)
+        if method == "adamw":
+            return adamw(schedule)
+        return {"muon": muon, "soap": soap}[method](schedule, adam)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, tokens: Any, rate: Any, adam: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, state = optimizer(rate, adam).update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def evaluate(params: Any, tokens: Any) -> jax.Array:
+        return jnp.mean(jax.lax.map(lambda part: loss_fn(params, part), tokens))
+
+    return Programs(jax.jit(lambda params: optimizer(1.0, 1.0).init(params)), observe, step, jax.jit(evaluate))
+
+
+def multipliers(state: Any) -> dict[str, np.ndarray]:
+    """Return K-FAC's adaptive multipliers of each layer's blocks, by layer."""
+    (inner,) = (
+        x
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kfac.state.KfacState))
+        if isinstance(x, kfac.state.KfacState)
+    )
+    found: dict[str, np.ndarray] = {}
+    for group, members in inner.members.items():
+        rate = inner.blocks[group].momentum_state.rate
+        names = next(iter(members)).split(", ")
+        if rate is not None and len(rate) % len(names) == 0:
+            found |= zip(names, np.asarray(rate).reshape(len(names), -1), strict=True)
+    return found
+
+
+def kernels_of(params: Any) -> dict[str, np.ndarray]:
+    """Copy the kernels of each kind, `[blocks, d_in, d_out]`. The next step reuses the parameters' memory."""
+    return {kind: np.array(params["blocks"][kind]["kernel"], np.float64) for kind in KINDS}
+
+
+def kernel_facts(
+    before: dict[str, np.ndarray], after: dict[str, np.ndarray], state: Any
+) -> dict[str, dict[str, float]]:
+    """Return what a row says about the last step of each kind of kernel. `state` is None except for K-FAC."""
+    adaptive = {} if state is None else multipliers(state)
+    facts = {}
+    for kind in KINDS:
+        old = before[kind]
+        steps, kernels = (np.linalg.svd(x, compute_uv=False) for x in (after[kind] - old, old))
+        squares = [np.sum(x * x, axis=-1) for x in (steps, kernels)]
+        found = {
+            "stable_rank": squares[0] / np.maximum(steps[:, 0] ** 2, 1e-30),
+            "frobenius": np.sqrt(squares[0] / squares[1]),
+            "spectral": steps[:, 0] / kernels[:, 0],
+        }
+        if f"blocks/{kind}" in adaptive:
+            found["multiplier"] = adaptive[f"blocks/{kind}"]
+        facts[kind] = {name: float(f"{np.mean(values):.4g}") for name, values in found.items()}
+    return facts
+
+
+class Store(NamedTuple):
+    """Hold the files of a ladder: the results, and a folder for tokens and for the states of runs that stopped."""
+
+    results: Path
+    folder: Path
+
+    def curves(self) -> dict[Run, list[curves.Row]]:
+        """Return the stored rows of each run in order."""
+        return curves.read(self.results, Run.of) if self.results.is_file() else {}
+
+
+def train(run: Run, stop: int, store: Store) -> float:
+    """Train until step `stop` unless this is stored, and return the validation loss there.
+
+    Store a row after each twelfth of the schedule and at the end.
+    """
+    done = {row["step"]: row for row in store.curves().get(run, [])}
+    if any(math.isinf(loss_of(row)) for row in done.values()):
+        return math.inf
+    if stop in done:
+        return loss_of(done[stop])
+    rung = run.rung
+    text = sources.tokens(store.folder / f"tokens-{rung.vocabulary}.npz", rung.vocabulary)
+
+    def rows(tokens: np.ndarray, begin: np.ndarray) -> np.ndarray:
+        return tokens[begin[:, None] + np.arange(rung.context + 1)].astype(np.int32)
+
+    def batch(number: int) -> np.ndarray:
+        """Return stretches of text at random positions, which depend only on the seed and the step."""
+        random = np.random.default_rng((run.seed, number))
+        return rows(text.train, random.integers(0, len(text.train) - rung.context - 1, rung.tokens // rung.context))
+
+    count = max(8, VALIDATION // rung.context) // 8 * 8
+    begin = np.linspace(0, len(text.held_out) - rung.context - 1, count).astype(int)
+    held_out = rows(text.held_out, begin).reshape(8, count // 8, -1)
+    init, observe, program, evaluate = programs(rung, run.method, run.rules)
+    params = jax.jit(functools.partial(at_start, rung))(run.seed)
+    saved = store.folder / f"{run.name}.npz"
+    (params, state), kept = curves.restore(saved, (params, init(params)))
+    began, spent = time.process_time(), kept.get("spent", 0.0)
+    losses: list[float] = []
+    result = math.inf
+    for number in range(int(kept.get("step", 0)) + 1, stop + 1):
+        last = number == stop
+        pause = last or number % rung.every == 0
+        before = kernels_of(params) if pause else {}
+        tokens = batch(number)
+        if observe is not None and bool(kfac.statistics_due(state)):
+            state = observe(state, params, tokens)
+        params, state, loss = program(params, state, tokens, jnp.float32(run.rate), jnp.float32(run.adam))
+        losses.append(float(loss))
+        if not (pause or math.isnan(losses[-1])):
+            continue
+        seconds = spent + time.process_time() - began
+        result = float(evaluate(params, held_out))
+        row = run.row() | {
+            "step": number, "validation": round(result, 4), "loss": round(float(np.mean(losses)), 4),
+            "processor_seconds": round(seconds, 1),
+        }  # fmt: skip
+        if math.isfinite(result):
+            row["kernels"] = kernel_facts(before, kernels_of(params), state if run.method == "kfac" else None)
+        if number not in done:
+            curves.add(store.results, row)
+        if not math.isfinite(result):
+            return math.inf
+        if not number % rung.every:
+            curves.keep(saved, (params, state), step=number, spent=seconds)
+        losses = []
+    return result
+
+
+def loss_of(row: curves.Row) -> float:
+    """Return the validation loss of a row; infinity after a run that diverged."""
+    return row["validation"] if math.isfinite(row["validation"]) else math.inf
+
+
+def search(first: Run, stop: int, store: Store) -> Run:
+    """Return the run that is no worse than its neighbours at step `stop`. Start with `first`, and move to the best."""
+    best = first
+    while True:
+        losses = {run: train(run, stop, store) for run in (best, *best.neighbours())}
+        winner = min(losses, key=lambda run: losses[run])
+        if winner == best:
+            print(f"best of {len(losses)}: {best.method} {best.rate} x {best.adam}, {losses[best]:.4f}")
+            return best
+        best = winner
+
+
+def lead(ahead: list[curves.Row], behind: list[curves.Row], step: int) -> tuple[float, float]:
+    """Return by how many nats and by how many steps a curve is ahead at a step, interpolated between rows.
+
+    The steps count from where the curve reaches the other's loss. They are 0 if it is not ahead.
+    """
+    level = value_at(behind, step)
+    nats = level - value_at(ahead, step)
+    steps, losses = [row["step"] for row in ahead], [row["validation"] for row in ahead]
+    for place in range(1, len(ahead)):
+        if losses[place] <= level < losses[place - 1]:
+            part = (losses[place - 1] - level) / (losses[place - 1] - losses[place])
+            reached = steps[place - 1] + part * (steps[place] - steps[place - 1])
+            return nats, max(0.0, step - reached)
+    return nats, 0.0
+
+
+def value_at(curve: list[curves.Row], step: int) -> float:
+    (row,) = (row for row in curve if row["step"] == step)
+    return loss_of(row)
+
+
+class Comparison(NamedTuple):
+    """Hold the best run of each method on a rung and seed, at the last step that all of these methods have."""
+
+    rung: Rung
+    seed: int
+    step: int
+    best: dict[str, tuple[Run, list[curves.Row]]]
+
+
+def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
+    """Return a comparison for each rung and seed. Runs of K-FAC with rules do not count."""
+    rungs = sorted({(run.rung, run.seed) for run in found})
+    result = []
+    for rung, seed in rungs:
+        here = {run: curve for run, curve in found.items() if (run.rung, run.seed, run.rules) == (rung, seed, ())}
+        methods = [method for method in METHODS if any(run.method == method for run in here)]
+        steps = [
+            {row["step"] for run, curve in here.items() if run.method == method for row in curve} for method in methods
+        ]
+        if not steps or not set.intersection(*steps):
+            continue
+        step = max(set.intersection(*steps))
+        best = {}
+        for method in methods:
+            there = {run: curve for run, curve in here.items() if run.method == method}
+            there = {run: curve for run, curve in there.items() if any(row["step"] == step for row in curve)}
+            run = min(there, key=lambda run: value_at(there[run], step))
+            best[method] = run, there[run]
+        result.append(Comparison(rung, seed, step, best))
+    return result
+
+
+def report(store: Store) -> None:
+    """Print the best run of each method on each rung, and K-FAC's lead over it."""
+    columns = *Rung._fields, "seed", "at step", "method", "rate", "Adam", "loss", "K-FAC's lead in nats", "in steps"
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+    for rung, seed, step, best in comparisons(store.curves()):
+        for method, (run, curve) in best.items():
+            ours = "| "
+            if method != "kfac" and "kfac" in best:
+                nats, steps = lead(best["kfac"][1], curve, step)
+                ours = f"{nats:+.3f} | {steps:.0f}"
+            numbers = " | ".join(f"{number:,}" for number in (*rung, seed, step))
+            multiple = f"{run.adam:g}" if method in ("muon", "soap") else ""
+            print(f"| {numbers} | {method} | {run.rate:g} | {multiple} | {value_at(curve, step):.3f} | {ours} |")
+
+
+def plot(store: Store, figure: Path) -> None:
+    """Draw the loss of each method's best run on each rung, and the mean stable rank of its steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = [x for x in comparisons(store.curves()) if x.seed == 0]
+    picture, axes = plt.subplots(2, len(found), figsize=(3 * len(found), 5), squeeze=False, sharex="col",
+                                 layout="constrained")  # fmt: skip
+    for (upper, lower), (rung, _, _, best) in zip(axes.T, found, strict=True):
+        for number, method in enumerate(METHODS):
+            if method not in best:
+                continue
+            run, curve = best[method]
+            label = f"{method} {run.rate:g}" + f" x {run.adam:g}" * (method in ("muon", "soap"))
+            steps, color = [row["step"] for row in curve], f"C{number}"
+            upper.plot(steps, [row["validation"] for row in curve], ".-", color=color, label=label)
+            known = [row for row in curve if "kernels" in row]
+            ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
+            lower.semilogy([row["step"] for row in known], ranks, ".-", color=color)
+        upper.set_title(f"width {rung.width}, {rung.blocks} blocks, {rung.context} x {rung.tokens:,}", fontsize=8)
+        upper.legend(fontsize=7)
+        lower.set_xlabel("step")
+        for axis in (upper, lower):
+            axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("validation loss, nats per token")
+    axes[1, 0].set_ylabel("stable rank of a kernel's step")
+    picture.savefig(figure, dpi=120, metadata={"Software": None})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "search", "report", "plot"])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, a multiple of the context")
+    parser.add_argument("--steps", type=int, default=300, help="length of the schedule")
+    parser.add_argument("--stop", type=int, help="last step, if it is before the schedule's end")
+    parser.add_argument("--method", choices=METHODS, default="kfac")
+    parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")
+    parser.add_argument("--adam", type=float, choices=MULTIPLES, default=1.0,
+                        help="muon and soap: their Adam's rate over their own")  # fmt: skip
+    parser.add_argument("--rules", nargs="*", default=[], metavar="PATTERN=X", help="kfac: multipliers of layers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=HERE / "ladder.jsonl")
+    parser.add_argument("--folder", type=Path, default=Path("runs/language_model"),
+                        help="folder for the text as tokens, and for the states of runs")  # fmt: skip
+    parser.add_argument("--figure", type=Path, default=HERE / "ladder.png")
+    options = parser.parse_args(arguments)
+    if options.tokens % options.context:
+        parser.error(f"--tokens {options.tokens} is not a multiple of --context {options.context}")
+    if options.rules and options.method != "kfac":
+        parser.error("--rules is for --method kfac")
+    if options.adam != 1 and options.method not in ("muon", "soap"):
+        parser.error(f"--adam is for --method muon and soap, but --method is {options.method}")
+    store = Store(options.results, options.folder)
+    if options.action == "report":
+        report(store)
+        return
+    if options.action == "plot":
+        plot(store, options.figure)
+        return
+    rung = Rung(*(getattr(options, name) for name in Rung._fields))
+    pairs = (text.rsplit("=", 1) for text in options.rules)
+    rules = tuple(sorted((pattern, float(factor)) for pattern, factor in pairs))
+    stop = options.stop or options.steps
+    if stop != rung.steps and stop % rung.every:
+        parser.error(f"--stop {stop} is not a multiple of {rung.every}, a twelfth of --steps {rung.steps}")
+    runs = [
+        Run(rung, options.method, rate, options.adam, rules, options.seed)
+        for rate in options.rate or [RATES[options.method]]
+    ]
+    if options.action == "search":
+        search(runs[0], stop, store)
+        return
+    for run in runs:
+        train(run, stop, store)
+
+
+if __name__ == "__main__":
+    main()
