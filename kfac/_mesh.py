@@ -32,7 +32,7 @@ def varying_in(aval: Any) -> frozenset[str]:
             axes = getattr(aval, name)
             return frozenset(getattr(axes, "varying", axes) or ())
     raise RuntimeError(
-        f"jax {jax.__version__} was not tried with kfac, and differs: see docs/comparison.md"
+        f"jax {jax.__version__} was not tried with kfac, and differs: see docs/development/compatibility.md"
     )
 
 

@@ -9,7 +9,9 @@ from latex2mathml.converter import convert
 def _mathml(node, display):
     # The converter puts no space between the name of a function and its argument: log p.
     return re.sub(
-        r"(<mi>[a-z]{2,}</mi>)(?=<m[ins])", r'\1<mspace width="0.17em"/>', convert(node.astext(), display=display)
+        r"(<mi>[a-z]{2,}</mi>)(?=<m[ins])",
+        r'\1<mspace width="0.17em"/>',
+        convert(node.astext(), display=display),
     )
 
 
@@ -24,5 +26,7 @@ def _block(translator, node):
 
 
 def setup(app):
-    app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
+    app.add_html_math_renderer(
+        "mathml", inline_renderers=(_inline, None), block_renderers=(_block, None)
+    )
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -32,7 +32,12 @@ def to_repository(text, page, repository, is_folder):
 def _source_read(app, name, source):
     page = app.env.doc2path(name, base=False)
     root = app.srcdir.parent
-    source[0] = to_repository(source[0], str(page), app.config.repository_url, lambda path: (root / path).is_dir())
+    source[0] = to_repository(
+        source[0],
+        str(page),
+        app.config.repository_url,
+        lambda path: (root / path).is_dir(),
+    )
 
 
 def setup(app):

@@ -7,7 +7,9 @@ from kfac._optimizer.scale_by_kfac import ScalarOrSchedule
 
 NAMES = {
     stringify_annotation(ScalarOrSchedule, "smart"): "ScalarOrSchedule",
-    stringify_annotation(jax.typing.ArrayLike, "smart"): "~jax.typing.ArrayLike",  # after the one that holds it
+    stringify_annotation(
+        jax.typing.ArrayLike, "smart"
+    ): "~jax.typing.ArrayLike",  # after the one that holds it
 }
 
 

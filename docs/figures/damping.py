@@ -24,18 +24,29 @@ for place, name in enumerate(chosen):
     params, state = problem.init(jax.random.key(0))
     batch = next(problem.batches(0, 1))
     layers = kfac.find_layers(problem.loss, params, state, *batch, has_aux=True)
-    _, _, factors = jax.jit(kfac.value_and_grad(problem.loss, layers, has_aux=True))(params, state, *batch)
+    _, _, factors = jax.jit(kfac.value_and_grad(problem.loss, layers, has_aux=True))(
+        params, state, *batch
+    )
     means = []
     for layer in layers:
         if layer.kind in ("dense", "conv"):
             traces = (
-                jnp.trace(x, axis1=-2, axis2=-1) / x.shape[-1] for x in (factors[layer.name].A, factors[layer.name].G)
+                jnp.trace(x, axis1=-2, axis2=-1) / x.shape[-1]
+                for x in (factors[layer.name].A, factors[layer.name].G)
             )
             means += np.ravel(np.prod(list(traces), axis=0)).tolist()
-    print(f"{name}: {min(means):.1e} to {max(means):.1e}, median {np.median(means):.1e}")
+    print(
+        f"{name}: {min(means):.1e} to {max(means):.1e}, median {np.median(means):.1e}"
+    )
     axis.scatter(means, np.full(len(means), place), alpha=0.6)
 for damping, style in ((1e-3, "-"), (1e-6, ":")):
-    axis.axvline(damping, color="black", linestyle=style, linewidth=1, label=f"damping {damping:g}")
+    axis.axvline(
+        damping,
+        color="black",
+        linestyle=style,
+        linewidth=1,
+        label=f"damping {damping:g}",
+    )
 axis.set_xscale("log")
 axis.set_yticks(range(len(chosen)), chosen)
 axis.set_ylim(-0.5, len(chosen) - 0.5)

@@ -14,7 +14,11 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "large_batch"))
 
 import tables  # noqa: E402
 
-PANELS = {10: (tables.LARGE, 0.1), 100: (tables.SMALL, 0.05), 390: (tables.FASHIONABLE, 0.05)}
+PANELS = {
+    10: (tables.LARGE, 0.1),
+    100: (tables.SMALL, 0.05),
+    390: (tables.FASHIONABLE, 0.05),
+}
 
 
 def ratio(score, reference):
@@ -26,20 +30,35 @@ figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained", share
 for axis, (batches, (networks, rate)) in zip(axes, PANELS.items(), strict=True):
     pairs = {}
     for network in networks:
-        own, muon = (tables.of(method)(network, batches).scores for method in (f"kfac {rate}", "muon"))
+        own, muon = (
+            tables.of(method)(network, batches).scores
+            for method in (f"kfac {rate}", "muon")
+        )
         pairs[tables.NETWORKS[network].label] = own, muon
     order = sorted(pairs, key=lambda name: ratio(*map(statistics.mean, pairs[name])))
     for place, network in enumerate(order):
         own, muon = pairs[network]
         mean = statistics.mean(muon)
-        print(f"{network}, 1/{batches}: K-FAC {statistics.mean(own):.4f}, Muon {mean:.4f}")
+        print(
+            f"{network}, 1/{batches}: K-FAC {statistics.mean(own):.4f}, Muon {mean:.4f}"
+        )
         for values, colour, shift in ((muon, "C1", -0.12), (own, "C0", 0.12)):
-            axis.scatter([ratio(x, mean) for x in values], [place + shift] * len(values), color=colour, alpha=0.8)
+            axis.scatter(
+                [ratio(x, mean) for x in values],
+                [place + shift] * len(values),
+                color=colour,
+                alpha=0.8,
+            )
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(order)), order)
-    axis.set_title(f"batches of 1/{batches} of the data\n{tables.STEPS[batches]} steps, a dot per seed", fontsize=11)
+    axis.set_title(
+        f"batches of 1/{batches} of the data\n{tables.STEPS[batches]} steps, a dot per seed",
+        fontsize=11,
+    )
     axis.set_xlabel("result relative to Muon's mean\n(larger is better)")
-axes[0].scatter([], [], color="C0", label="K-FAC, rate 0.1 (1/10) or 0.05 (1/100, 1/390)")
+axes[0].scatter(
+    [], [], color="C0", label="K-FAC, rate 0.1 (1/10) or 0.05 (1/100, 1/390)"
+)
 axes[0].scatter([], [], color="C1", label="Muon, best rate of Muon and of its Adam")
 figure.legend(loc="outside lower center", ncols=2)
 figure.savefig(HERE / "muon.png", dpi=110)

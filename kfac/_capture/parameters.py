@@ -41,7 +41,7 @@ class UnknownEquationError(NotImplementedError):
     def __init__(self, eqn: JaxprEqn, found: str):
         super().__init__(
             f"JAX {jax.__version__} gives the primitive {eqn.primitive.name!r} {found}: this version of kfac does not "
-            "know that form; install a JAX version that docs/comparison.md lists, or report it"
+            "know that form; install a JAX version that docs/development/compatibility.md lists, or report it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Test each optax transformation that takes another transformation: around `kfac` it works as docs/interop.md says.
+"""Test each optax transformation that takes another transformation: around `kfac` it works as docs/own_loop.md says.
 
 The gradients of these tests do not depend on the parameters, so the updates of `kfac` do not either. A wrapper around
 `kfac` must therefore match a wrapper around a transformation that replays these updates.
@@ -38,7 +38,7 @@ from problem import (
 )
 
 RATE, STEPS = 0.1, 4
-PAGE = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text()
 WORDS = "\n".join(re.findall(r"^\|([^|]*)\|", PAGE, re.MULTILINE))  # the first column of the table
 
 
@@ -210,7 +210,7 @@ def test_sam_in_opaque_mode_differentiates_at_the_point_of_the_adversary():
 
 
 def test_update_freezes_leaves_with_set_to_zero_and_masked_alone_lets_them_ascend():
-    """Check what docs/interop.md says of frozen parameters."""
+    """Check what docs/own_loop.md says of frozen parameters."""
     labels = {name: "kfac" if name in ("first", "out") else "frozen" for name in initial()}
     given = {"frozen": optax.set_to_zero(), "kfac": optimizer()}
     masked = optax.masked(optimizer(), {name: label == "kfac" for name, label in labels.items()})
