@@ -1,4 +1,4 @@
-"""Draws docs/figures/muon.png: the default of K-FAC beside Muon at its best rate, on the networks of the study.
+"""Draw docs/figures/muon.png: the default of K-FAC beside Muon at its best rate, on the networks of the study.
 
 `python docs/figures/muon.py` reads examples/large_batch/results/networks.jsonl. It prints the means and their ratios.
 """
@@ -26,7 +26,10 @@ def ratio(score, reference):
     return score / reference if reference > 0 else reference / score
 
 
-figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained", sharex=True)
+# One panel below the other, so that a phone shows it. Each has its own scale.
+figure, axes = plt.subplots(
+    3, 1, figsize=(7, 8.5), layout="constrained", height_ratios=(10, 5, 5)
+)
 for axis, (batches, (networks, rate)) in zip(axes, PANELS.items(), strict=True):
     pairs = {}
     for network in networks:
@@ -52,13 +55,11 @@ for axis, (batches, (networks, rate)) in zip(axes, PANELS.items(), strict=True):
     axis.axvline(1, color="black", linewidth=1)
     axis.set_yticks(range(len(order)), order)
     axis.set_title(
-        f"batches of 1/{batches} of the data\n{tables.STEPS[batches]} steps, a dot per seed",
+        f"batches of 1/{batches} of the data, {tables.STEPS[batches]} steps, a dot per seed",
         fontsize=11,
     )
-    axis.set_xlabel("result relative to Muon's mean\n(larger is better)")
-axes[0].scatter(
-    [], [], color="C0", label="K-FAC, rate 0.1 (1/10) or 0.05 (1/100, 1/390)"
-)
-axes[0].scatter([], [], color="C1", label="Muon, best rate of Muon and of its Adam")
+axes[-1].set_xlabel("result relative to Muon's mean (larger is better)")
+axes[0].scatter([], [], color="C0", label="K-FAC at 0.1 (1/10) or 0.05")
+axes[0].scatter([], [], color="C1", label="Muon at its best rates")
 figure.legend(loc="outside lower center", ncols=2)
 figure.savefig(HERE / "muon.png", dpi=110)

@@ -37,35 +37,8 @@ def a_batch_size_in_the_loss():
     jax.eval_shape(kfac.value_and_grad(loss, kfac.find_layers(loss, params, x)), params, x)
 
 
-def another_loss():
-    def without_offset(params, batch):
-        return loss_fn({**params, "offset": jnp.zeros(4)}, batch)
-
-    jax.eval_shape(kfac.value_and_grad(without_offset, layers()), initial(), batch(0))
-
-
-def uneven_parts():
-    jax.eval_shape(kfac.microbatch(kfac.value_and_grad(loss_fn, layers()), 3), initial(), batch(0))
-
-
-def update(tx, state, **arguments):
-    return jax.eval_shape(lambda state: tx.update(measured(0)[0], state, initial(), **arguments), state)
-
-
-def factors_in_update():
-    tx = plain_kfac(0.1, layers())
-    update(tx, tx.init(initial()), factors=measured(0)[1])
-
-
-def factors_that_are_gradients():
-    kfac.observe(plain_kfac(0.1, layers()).init(initial()), measured(0)[0])
-
-
-def state_of_another_model():
-    wide = {**initial(), "out": {"kernel": jnp.ones((4, 5))}}
-    other = kfac.find_layers(loss_fn, wide, batch(0), rules={"temperature": "skip"})
-    tx = plain_kfac(0.1, layers())
-    update(tx, plain_kfac(0.1, other).init(wide))
+def update(tx, state):
+    return jax.eval_shape(lambda state: tx.update(measured(0)[0], state, initial()), state)
 
 
 def axis_that_is_not_bound():
@@ -92,11 +65,6 @@ CASES = [
     standardised_kernel,
     unknown_pattern,
     a_batch_size_in_the_loss,
-    another_loss,
-    uneven_parts,
-    factors_in_update,
-    factors_that_are_gradients,
-    state_of_another_model,
     axis_that_is_not_bound,
     state_for_other_devices,
     devices_of_pmap,

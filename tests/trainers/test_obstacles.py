@@ -1,4 +1,4 @@
-"""Test how other people's trainers use an optimizer: the obstacles in examples/trainers/PATCHES.md that no other test covers."""
+"""Test how trainers use an optimizer: the obstacles in examples/trainers/PATCHES.md that no other test covers."""
 
 import jax
 import jax.numpy as jnp
