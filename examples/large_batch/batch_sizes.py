@@ -1,11 +1,15 @@
-"""Find the number of steps that optimizers need to a target accuracy, from small to large batches.
+"""Find the number of steps that optimizers need to a target score, from small to large batches.
 
     python examples/large_batch/batch_sizes.py run --data-dir data/cifar10
     python examples/large_batch/batch_sizes.py report
 
+The targets are a validation accuracy of 50% (residual network) or 40% (vision transformer), and a validation loss of
+2.4 nats (character transformer). Muon's Adam has 0.3 of its rate on images and the same rate on text, each the best of
+0.3, 1 and 3 at N/10.
+
 For each batch size, a method first tries three learning rates at the same budget of steps. They are 0.5, 1 and 2 times
 the method's rate in `RATES`, scaled by the root of the batch size. While the largest or smallest rate is best, the
-method tries another rate beyond it, at most twice. The best rate then runs with larger or smaller budgets, until one
+method tries another rate beyond it, at most four times. The best rate then runs with larger or smaller budgets, until one
 budget reaches the target and the next smaller budget misses it. The number of steps is interpolated between the two, on
 a logarithmic scale. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run` stores
 each trial in --results and does not repeat it. `report` prints a table and draws it.
@@ -32,13 +36,16 @@ import networks  # noqa: E402
 from files import UserError  # noqa: E402
 from reporting import LABELS, crossing  # noqa: E402
 
-# Targets for the validation accuracy.
-TARGETS = {"residual network, batch norm": 0.5, "vision transformer": 0.4}
-RATES = {"kfac": 0.1, "muon": 0.1, "adamw": 0.01, "sgd": 0.4}  # at batches of N/10
+# Targets for the score: the validation accuracy, or the negative validation loss.
+TARGETS = {"residual network, batch norm": 0.5, "vision transformer": 0.4, "character transformer": -2.4}
+RATES = {"kfac": 0.1, "muon": 0.1, "muon-adam-1": 0.1, "soap": 0.01, "adamw": 0.01}  # at batches of N/10
+METHODS = {"character transformer": ["kfac", "muon-adam-1", "soap", "adamw"]}
+OTHERWISE = ["kfac", "muon", "soap", "adamw"]
+NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon"}
 FACTORS = 0.5, 1.0, 2.0
-EXTENSIONS = 2  # the number of rates to try beyond these
+EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.
-FIRST = {4: 40, 10: 60, 50: 160, 200: 640, 500: 1600}
+FIRST = {2: 30, 4: 40, 10: 60, 50: 160, 200: 640}
 BUDGETS = 4  # the number of larger and of smaller budgets, each by the root of two
 
 KEYS = "network", "method", "batch", "steps", "rate"
@@ -84,7 +91,10 @@ def steps_to_target(
         number += 1
         if number not in found:
             found[number] = score(budget(share, number), best)
-    groups = [[{"steps": budget(share, k), "val_accuracy": found[k]}] for k in sorted(found)]
+    ran = [k for k in sorted(found) if math.isfinite(found[k])]
+    if not ran:
+        return math.inf, best
+    groups = [[{"steps": budget(share, k), "val_accuracy": found[k]}] for k in ran]
     return crossing(groups, target)[0], best
 
 
@@ -96,7 +106,12 @@ def table(
     `train` runs a trial that is not stored, from the values of `KEYS`. If it raises `Missing`, the search is left out.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, share, method in itertools.product(options.networks, options.shares, options.methods):
+    searches = [
+        (name, share, method)
+        for name, share in itertools.product(options.networks, options.shares)
+        for method in options.methods or METHODS.get(name, OTHERWISE)
+    ]
+    for name, share, method in searches:
 
         def score(steps: int, rate: float, of: tuple[Any, ...] = (name, method, share)) -> float:
             key = (*of, steps, rate)
@@ -121,18 +136,23 @@ def run(options: argparse.Namespace) -> None:
         name, method, share, steps, rate = key
         result = networks.run(problem(name, share), method, rate, 0, steps, "falling")
         curves.add(options.results, dict(zip(KEYS, key, strict=True)) | result)
-        return result["score"] or 0.0
+        return finite(result["score"])
 
     table(options, read(options.results), train)
 
 
+def finite(score: float | None) -> float:
+    """Return a stored score, which is minus infinity if the loss became non-finite."""
+    return -math.inf if score is None else score
+
+
 def read(path: Path) -> Scores:
-    """Return the scores of stored trials; 0 if the loss became non-finite."""
+    """Return the scores of stored trials."""
     stored = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         try:
             row = json.loads(line)
-            stored[tuple(row[name] for name in KEYS)] = row["score"] or 0.0
+            stored[tuple(row[name] for name in KEYS)] = finite(row["score"])
         except (ValueError, KeyError) as error:
             raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
     return stored
@@ -146,9 +166,9 @@ def report(options: argparse.Namespace) -> None:
     if not found:
         raise SystemExit(f"no complete search in {options.results}: begin with `run`")
     for name, methods in found.items():
-        print(f"\n{name}: steps to {TARGETS[name]:.0%} (rate)\n")
+        print(f"\n{name}: steps to {target(name)} (rate)\n")
         print(
-            "| batch | " + " | ".join(LABELS[method] for method in methods) + " |\n" + "|---" * (1 + len(methods)) + "|"
+            "| batch | " + " | ".join(NAMES[method] for method in methods) + " |\n" + "|---" * (1 + len(methods)) + "|"
         )
         for share in options.shares:
             cells = []
@@ -158,6 +178,10 @@ def report(options: argparse.Namespace) -> None:
                 cells.append("" if math.isnan(steps) else f"{most if math.isinf(steps) else round(steps)} ({rate:.2g})")
             print(f"| N/{share} | " + " | ".join(cells) + " |")
     draw(found, options.figure)
+
+
+def target(name: str) -> str:
+    return f"{TARGETS[name]:.0%}" if TARGETS[name] > 0 else f"{-TARGETS[name]:g} nats"
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
@@ -174,11 +198,11 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     for axis, (name, methods) in zip(row[0], found.items(), strict=True):
         for method, results in methods.items():
             points = [(share, steps) for share, (steps, _) in results.items() if math.isfinite(steps)]
-            (line,) = axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=LABELS[method])
+            (line,) = axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=NAMES[method])
             for share, (steps, _) in results.items():
                 if math.isinf(steps):  # more than the largest budget
                     axis.plot(share, budget(share, BUDGETS), "^", color=line.get_color(), fillstyle="none")
-        axis.set_title(f"{name}: steps to {TARGETS[name]:.0%}", fontsize=9)
+        axis.set_title(f"{name}: steps to {target(name)}", fontsize=9)
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.invert_xaxis()
@@ -199,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data/cifar10"), help="folder with CIFAR-10")
     parser.add_argument("--networks", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME",
                         help=" or ".join(map(repr, TARGETS)))  # fmt: skip
-    parser.add_argument("--methods", nargs="+", choices=RATES, default=list(RATES))
+    parser.add_argument("--methods", nargs="+", choices=RATES, help="default: K-FAC, Muon, SOAP and AdamW")
     parser.add_argument("--shares", nargs="+", type=int, choices=FIRST, default=list(FIRST), help="N / batch")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "batch_sizes.jsonl")
     parser.add_argument("--figure", type=Path, default=HERE / "results" / "batch_sizes.png")
