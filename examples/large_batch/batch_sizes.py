@@ -9,10 +9,10 @@ The targets are a validation accuracy of 50% (residual network) or 40% (vision t
 
 For each batch size, a method first tries three learning rates at the same budget of steps. They are 0.5, 1 and 2 times
 the method's rate in `RATES`, scaled by the root of the batch size. While the largest or smallest rate is best, the
-method tries another rate beyond it, at most four times. The best rate then runs with larger or smaller budgets, until one
-budget reaches the target and the next smaller budget misses it. The number of steps is interpolated between the two, on
-a logarithmic scale. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run` stores
-each trial in --results and does not repeat it. `report` prints a table and draws it.
+method tries another rate beyond it, at most four times. The best rate then runs with larger or smaller budgets, until
+one budget reaches the target and the next smaller budget misses it. The number of steps is interpolated between the
+two, on a logarithmic scale. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run`
+stores each trial in --results and does not repeat it. `report` prints a table and draws it.
 """
 
 from __future__ import annotations

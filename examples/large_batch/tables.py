@@ -1,7 +1,7 @@
-"""Make the tables of networks in README.md and docs/evidence.md from the stored trials.
+"""Make the tables of networks in the pages from the stored trials.
 
     python examples/large_batch/tables.py            # print the tables
-    python examples/large_batch/tables.py write      # replace the tables in both pages
+    python examples/large_batch/tables.py write      # replace the tables in the pages, and draw the ablation
 
 A cell has the mean over seeds, with the standard deviation if three or more seeds ran. K-FAC's rate is fixed. Other
 methods have their best rate. If a neighbour of this rate did not run, the cell says "edge", because a better rate may
@@ -230,6 +230,47 @@ def held_out_table() -> list[str]:
     return table("| held out | batch | steps | K-FAC | Muon | AdamW | SOAP | Muon's rate, Adam's multiple |", rows)
 
 
+ABLATION = {
+    "default": "kfac", "no statistics": "no-statistics", "no adaptive rates": "kfac-one-rate",
+    "Muon": "muon", "Muon, adaptive rates": "muon-adaptive", "SOAP": "soap", "SOAP, our lengths": "soap-spectral",
+}  # fmt: skip
+
+
+def ablation_table(share: int, names: list[str]) -> list[str]:
+    """Return the table of what each part of the default gives, every method at its own best rate."""
+    head = f"| N/{share}, {STEPS[share]} steps | " + " | ".join(ABLATION) + " |"
+    return score_table(head, names, share, list(ABLATION.values()))
+
+
+def draw_ablation(path: Path) -> None:
+    """Draw the ablation's scores, a panel for each network and batch. Further to the right is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels = [(share, name) for share, names in ((10, LARGE), (100, SMALL)) for name in names]
+    figure, axes = plt.subplots(3, 5, figsize=(15, 8), layout="constrained")
+    for axis, (share, name) in zip(axes.flat, panels, strict=True):
+        cells = [of(method)(name, share) for method in ABLATION.values()]
+        shown = [(label, x, color) for label, x, color in zip(ABLATION, cells, COLORS, strict=True) if x.text]
+        for height, (_, x, color) in enumerate(shown):
+            spread = statistics.stdev(x.scores) if len(x.scores) > 2 else None
+            axis.errorbar(abs(x.mean), height, xerr=spread, fmt="o", color=color)
+        axis.set_yticks(range(len(shown)), [label for label, _, _ in shown])
+        axis.set_ylim(len(shown) - 0.5, -0.5)
+        axis.grid(axis="x", alpha=0.3)
+        if NETWORKS[name].unit != "%":
+            axis.invert_xaxis()
+        axis.set_title(f"{NETWORKS[name].label}, N/{share}", fontsize=9)
+        axis.tick_params(labelsize=8)
+    figure.savefig(path, dpi=110)
+
+
+# The default and its parts, Muon and its variant, SOAP and its variant.
+COLORS = "C0", "C0", "C0", "C1", "C1", "C2", "C2"
+
+
 def width_table() -> list[str]:
     """Return the table of the character transformer at two widths. Older rows cut all kernels of the wide network."""
     rows = []
@@ -259,6 +300,10 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
         lambda: front_table("no default was chosen on it", [(390, FASHIONABLE, 0.05)], [gpt_row()]),
     ],
     "examples/large_batch/HELD_OUT.md": [held_out_table],
+    "examples/large_batch/ABLATION.md": [
+        lambda: ablation_table(10, LARGE),
+        lambda: ablation_table(100, SMALL),
+    ],
     "docs/evidence.md": [
         lambda: score_table(
             "| N/100, 400 steps | K-FAC at 0.05 | K-FAC at 0.1 | K-FAC at 0.2 | Muon | Muon's rate, Adam's multiple |",
@@ -305,6 +350,8 @@ def main() -> None:
                 page = replaced(page, lines)
         if "write" in sys.argv:
             (ROOT / path).write_text(page)
+    if "write" in sys.argv:
+        draw_ablation(HERE / "results" / "ablation.png")
 
 
 if __name__ == "__main__":
