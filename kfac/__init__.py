@@ -98,13 +98,6 @@ __all__ = [
 __getattr__ = _former_names(
     "kfac",
     {
-        "Ekfac": "EKFAC",
-        "Inverse": "BlockPreconditioner",
-        "Soap": "SOAP",
-        "due": "statistics_due",
-        "exact": "kfac.curvature.gauss_newton(loss_fn, params, *data).to_dense()",
-        "output": "mark_output",
         "presets": "kfac.natural_gradient for osawa2019 and kfac.gauss_newton for full_batch",
-        "register_primitive": "without a replacement: such kernels have gradient factors",
     },
 )

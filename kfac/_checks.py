@@ -196,25 +196,12 @@ def check_fraction(
     return k
 
 
-# Keywords of earlier versions, with the present keyword.
+# Keywords of version 0.4, with the present keyword.
 RENAMED = {
-    "cost": "overhead=",
-    "factor_decay": "factor_ema_decay=",
-    "gradient": 'rules={pattern: "gradient"} of find_layers or train_step',
     "gradient_factors": 'rules={pattern: "gradient"} of find_layers or train_step',
-    "inverse": "preconditioner=",
-    "inverse_every": "inverse_update_period=",
     "kfac_reduce": 'rules={pattern: "reduce"} of find_layers or train_step',
     "layer_multipliers": "rules={pattern: multiplier} of find_layers or train_step",
-    "layer_rates": "adaptive_layer_rates= (a bool), or rules={pattern: multiplier} of find_layers or train_step",
-    "max_dim": "max_factor_dim=",
-    "rate_in_momentum": "lr_in_momentum=",
-    "reduce": 'rules={pattern: "reduce"} of find_layers or train_step',
-    "refresh_warmup": "interval_warmup_steps=",
     "skip": 'rules={pattern: "skip"} of find_layers or train_step',
-    "statistics_every": "statistics_period=",
-    "subsample": "fraction= of kfac.statistics (in train_step: statistics_fraction=)",
-    "unitwise_damping": "unitwise_damping_scale=",
 }
 
 # Keywords of other optimizers, with our keyword.
@@ -235,47 +222,39 @@ HINTS = {
 def with_hints(
     hints: Mapping[str, str],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator, under which a keyword in `hints` raises a `TypeError` with the present keyword."""
+    """Return a decorator, under which a keyword in `hints` raises a `TypeError` with the present keyword.
+
+    If the function has a parameter `kwargs`, a dictionary with the loss's keyword arguments, any other keyword that the
+    function does not have raises a `TypeError` that says `kwargs={...}`. The loss's keywords travel in this dictionary
+    because the loss may have any keyword, also one that the function itself has.
+    """
 
     def decorate(function):
         called = function.__qualname__.removesuffix(".__init__")
-        also = ""
-        if "kwargs" in inspect.signature(function).parameters:
-            also = ". A keyword argument of loss_fn belongs in kwargs={...}"
+        known = inspect.signature(function).parameters
+        in_kwargs = "kwargs" in known
 
         @functools.wraps(function)
-        def checked(*args, **kwargs):
-            for name in kwargs:
+        def checked(*args, **options):
+            for name in options:
                 if name in hints:
+                    also = ". A keyword argument of loss_fn belongs in kwargs={...}"
                     raise TypeError(
-                        f"{called}() has no option {name}=: use {hints[name]}{also}"
+                        f"{called}() has no option {name}=: use {hints[name]}{also * in_kwargs}"
                     )
-            return function(*args, **kwargs)
+                if in_kwargs and name not in known:
+                    raise TypeError(
+                        f"no option is called {name}=. If it is an argument of loss_fn, pass it in a "
+                        f"dictionary, kwargs={{{name!r}: ...}}"
+                    )
+            return function(*args, **options)
 
         return checked
 
     return decorate
 
 
-def takes_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, so that any keyword that it does not have raises a `TypeError` that says `kwargs={...}`.
-
-    The function has a parameter `kwargs`, a dictionary with the loss's keyword arguments. They travel there because the
-    loss may have any keyword, also one that the function itself has.
-    """
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args, **options):
-        for name in options:
-            if name not in known:
-                raise TypeError(
-                    f"no option is called {name}=. If it is an argument of loss_fn, pass it in a "
-                    f"dictionary, kwargs={{{name!r}: ...}}"
-                )
-        return function(*args, **options)
-
-    return checked
+takes_kwargs = with_hints({})
 
 
 def former_names(

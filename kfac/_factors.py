@@ -94,7 +94,12 @@ class Kronecker(Statistics):
     moments: Any = None
 
     def packed(self, shapes, average=None, dtype=None):
-        return optax.tree.cast(Packed.of(self, shapes), dtype)
+        moments = self.moments
+        if moments is not None:
+            moments = moments.reshape(*moments.shape[:-2], 1, -1)
+        a = as_vectors(self.A, shapes[0])
+        g = as_vectors(self.G, shapes[1])
+        return optax.tree.cast(Packed(Kronecker(a, g, moments), shapes), dtype)
 
     def unscaled(self, by):
         g, moments = jax.tree.map(by, (self.G, self.moments))
@@ -164,22 +169,8 @@ class Packed(Uncombined):
     flat: Kronecker
     shapes: Shapes = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def of(
-        cls,
-        block: Kronecker,
-        shapes: Shapes,
-    ) -> Packed:
-        """Pack a block."""
-        moments = block.moments
-        if moments is not None:
-            moments = moments.reshape(*moments.shape[:-2], 1, -1)
-        a = as_vectors(block.A, shapes[0])
-        g = as_vectors(block.G, shapes[1])
-        return cls(Kronecker(a, g, moments), shapes)
-
     def unpacked(self) -> Kronecker:
-        """Undo `of`."""
+        """Undo `Kronecker.packed`."""
         a, g = self.shapes
         moments = self.flat.moments
         if moments is not None:

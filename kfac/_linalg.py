@@ -188,8 +188,8 @@ def factorise(stack: Array) -> Factorisation:
     first = factorise(stack[:, :h, :h])
     corner = solve(stack[:, h:, :h], first)
     last = factorise(stack[:, h:, h:] - exact_product(corner, corner.mT))
-    # B = -W2 C W1. For `orthonormal`, which only solves, XLA drops this product.
-    below = -_from_left(last, _from_right(corner, first))
+    # B = -L2^-1 C W1. For `orthonormal`, which only solves, XLA drops this product.
+    below = -solve(_from_right(corner, first).mT, last).mT
     return Halves(first, corner, below, last)
 
 
@@ -205,19 +205,6 @@ def solve(
     left = solve(b[:, :, :h], factor.first)
     rest = b[:, :, h:] - exact_product(left, factor.corner.mT)
     return jnp.concatenate([left, solve(rest, factor.last)], axis=2)
-
-
-def _from_left(
-    factor: Factorisation,
-    b: Array,
-) -> Array:
-    """Return `W B`."""
-    if not isinstance(factor, Halves):
-        return exact_product(factor, b)
-    h = factor.below.shape[-1]
-    top = _from_left(factor.first, b[:, :h])
-    bottom = exact_product(factor.below, b[:, :h]) + _from_left(factor.last, b[:, h:])
-    return jnp.concatenate([top, bottom], axis=1)
 
 
 def _from_right(

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from kfac._checks import check, check_given, check_range, former_names
+from kfac._checks import check, check_given, check_range
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 
@@ -126,9 +126,3 @@ def damping_decay(initial: float, target: float, num_steps: int) -> optax.Schedu
         return target + (initial - target) * (1 - share) ** steps
 
     return schedule
-
-
-__getattr__ = former_names(
-    "kfac.schedules",
-    {"rise_and_fall": "warmup_linear_decay", "damping_warmup": "damping_decay"},
-)

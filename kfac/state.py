@@ -5,13 +5,7 @@
 - `KfacState`: the state's type, a tree of arrays.
 """
 
-from kfac._checks import former_names as _former_names
 from kfac._optimizer.reshard import gather_state, scatter_state, shardings, state_specs
 from kfac._optimizer.state import KfacState
 
 __all__ = ["KfacState", "gather_state", "scatter_state", "shardings", "state_specs"]
-
-
-__getattr__ = _former_names(
-    "kfac.state", {"refresh": "kfac.observe(opt_state), without factors"}
-)

@@ -312,16 +312,14 @@ def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
         inside.sort(key=lambda part: part.memory_order)
         if len(inside) > 1 and length(tuple(inside)) == atom.size:
             result += [part._replace(flipped=atom.flipped) for part in inside]
-        elif atom.of_leaf and not any(_lies_in(atom, part) for part in parts):
+        elif atom.of_leaf and not any(
+            is_part(atom, part) and atom.stride * atom.size <= part.stride * part.size
+            for part in parts
+        ):
             return None
         else:
             result.append(atom)
     return tuple(result)
-
-
-def _lies_in(atom: Atom, part: Atom) -> bool:
-    ends_inside = atom.stride * atom.size <= part.stride * part.size
-    return ends_inside and is_part(atom, part)
 
 
 def layout(roles: Iterable[tuple[Atom, str]]) -> Layout:

@@ -32,7 +32,6 @@ from kfac._capture.parameters import (
     result_shape,
     shapes,
 )
-from kfac._packing import Shape
 
 # The axes of all inputs of an equation, as data.
 DataAxes = Sequence[Axes]
@@ -220,21 +219,14 @@ def _convolution(eqn: JaxprEqn, data: DataAxes) -> Axes | None:
 def _elementwise(eqn: JaxprEqn, data: DataAxes) -> Axes | None:
     """Return the result's axes if operands broadcast to the result's shape, or None if no operand does."""
     out = result_shape(eqn)
-    operands = [
-        axes
-        for axes, shape in zip(data, shapes(eqn.invars), strict=True)
-        if _broadcasts(shape, out)
-    ]
+    operands = []
+    for axes, shape in zip(data, shapes(eqn.invars), strict=True):
+        sizes = zip(shape, out, strict=False)
+        if len(shape) == len(out) and all(n in (1, size) for n, size in sizes):
+            operands.append(axes)
     if not operands or math.prod(out) <= 1:
         return None
     return tuple(map(_agreed, zip(*operands, strict=True), out))
-
-
-def _broadcasts(shape: Shape, out: Shape) -> bool:
-    """Return whether an elementwise operation can broadcast an operand from `shape` to `out`."""
-    if len(shape) != len(out) or not out:
-        return False
-    return all(n in (1, size) for n, size in zip(shape, out, strict=True))
 
 
 def _agreed(axes: Sequence[Axis], size: int) -> Axis:

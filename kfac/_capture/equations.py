@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from kfac._capture.likelihoods import MarkName
 from kfac._capture.parameters import (
     CALLS,
-    DEVICE_SUMS,
     array_type,
     inner_program,
     parameter,
@@ -95,13 +94,6 @@ def _elementwise_product(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return jax.make_jaxpr(multiply)(*arrays)
 
 
-def body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the body of a scan or remat, or None for any other equation."""
-    if eqn.primitive.name in ("remat2", "scan"):
-        return inner_program(eqn, "jaxpr")
-    return None
-
-
 def shardings(eqn: JaxprEqn) -> tuple[Sequence[object], Sequence[object]]:
     """Return the shardings that a `jit` inside the loss gives its arguments and results.
 
@@ -155,13 +147,6 @@ def holds_mark(eqn: JaxprEqn) -> bool:
         if any(mark(inner) or holds_mark(inner) for inner in jaxpr.eqns):
             return True
     return False
-
-
-def devices_summed(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Return the device axes over which an equation sums."""
-    if eqn.primitive.name in DEVICE_SUMS:
-        return tuple(parameter(eqn, "axes"))
-    return ()
 
 
 def sums(eqn: JaxprEqn) -> bool:

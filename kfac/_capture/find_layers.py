@@ -28,7 +28,6 @@ from kfac._checks import (
     check_function,
     check_given,
     check_rules,
-    takes_kwargs,
     with_hints,
 )
 from kfac._layers import (
@@ -43,7 +42,6 @@ from kfac._mesh import on_mesh
 
 
 @with_hints(RENAMED)
-@takes_kwargs
 @on_mesh
 def find_layers(
     loss_fn: Callable[..., Any],
@@ -168,14 +166,12 @@ class Analysis(NamedTuple):
       reads: how the program uses its parameters.
       uses: maps the path of each leaf with exact rows to the leaf's uses.
       num_examples: the number of examples that the loss averages over, or None if the number is not clear.
-      unclear: why the number is not clear, and how to make it clear.
     """
 
     layers: Layers
     reads: Reads
     uses: dict[str, list[Use]]
     num_examples: int | None
-    unclear: str
 
 
 # A description of the leaves on which the rule "reduce" has an effect, for messages.
@@ -251,7 +247,7 @@ def layers_of(
         _unclear=unclear if needs_number else "",
     )
     uses_by_path = {names[leaf]: of_leaf for leaf, of_leaf in uses.items()}
-    return Analysis(layers, reads, uses_by_path, n, unclear)
+    return Analysis(layers, reads, uses_by_path, n)
 
 
 def _named(layers: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:

@@ -45,9 +45,8 @@ class Likelihood:
         """Check the arguments."""
         for name in ("sample", "log_prob", "root"):
             value = getattr(self, name)
-            if name == "root" and value is None:
-                continue
-            if not callable(value):
+            left_out = name == "root" and value is None
+            if not (left_out or callable(value)):
                 raise ValueError(
                     f"{name} of a Likelihood must be a function, but is {value!r}"
                 )
@@ -103,8 +102,6 @@ LIKELIHOODS = {
     ),
 }
 
-MARK = "kfac.mark_output/"  # prefix of a marked output's name
-
 
 class MarkName(str):
     """The name of a marked output in the program, with the arguments of `mark_output`.
@@ -136,7 +133,7 @@ class MarkName(str):
             )
         else:
             likelihood = LIKELIHOODS[likelihood]
-        name = super().__new__(cls, f"{MARK}{text}/{weight!r}")
+        name = super().__new__(cls, f"kfac.mark_output/{text}/{weight!r}")
         name.likelihood = likelihood
         name.weight = weight
         return name

@@ -26,10 +26,7 @@ def has_example_gradients(uses: Sequence[Use], n: int | None) -> bool:
 
 def main_use(uses: Sequence[Use]) -> Use:
     """Return the use that decides which axes of a kernel are inputs. Other uses may read the kernel's transpose."""
-    for use in uses:
-        if use.read.op == "embedding":
-            return use
-    return uses[0]
+    return next((use for use in uses if use.read.op == "embedding"), uses[0])
 
 
 class LayerMaker(NamedTuple):

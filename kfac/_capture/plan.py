@@ -129,17 +129,21 @@ def check_same(expected: Layers, found: Layers) -> None:
     for a, b in zip(expected, found, strict=False):
         # Batches may differ in size and length, on which these depend. Only `find_layers` cuts factors.
         names = {field.name for field in dataclasses.fields(a) if field.compare}
-        names -= {"overlap", "positions", "has_example_gradients"}
-        names -= {"num_blocks", "diagonal"}
+        names -= {
+            "overlap",
+            "positions",
+            "has_example_gradients",
+            "num_blocks",
+            "diagonal",
+        }
         others = [
             name for name in sorted(names) if getattr(a, name) != getattr(b, name)
         ]
-        if not others:
-            continue
-        raise ValueError(
-            f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ in "
-            f"{', '.join(others)}. Call find_layers with the same function and with arguments of the same kind."
-        )
+        if others:
+            raise ValueError(
+                f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ "
+                f"in {', '.join(others)}. Call find_layers with the same function and with arguments of the same kind."
+            )
 
 
 def _rows(use: Use, examples: Collection[int]) -> list[int]:

@@ -208,10 +208,6 @@ class Program:
             env.update(zip(op.outputs, results, strict=True))
         return list(map(read, self.outputs))
 
-    def constant(self, value: Value) -> Array:
-        """Return a constant or a literal itself."""
-        return self.consts.get(value, value.number)
-
     def axes_averaged_over(self) -> tuple[str, ...]:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
         makers = {value: op for op in self.ops for value in op.outputs}
@@ -222,7 +218,8 @@ class Program:
             if maker is None or maker.inner is not None:
                 continue
             if all(value.shape == () for value in maker.outputs):
-                axes += equations.devices_summed(maker.eqn)
+                if maker.name in parameters.DEVICE_SUMS:
+                    axes += parameters.parameter(maker.eqn, "axes")
                 for value in maker.inputs:
                     if value.shape == () and value.leaves:
                         ahead.append(value)
@@ -271,8 +268,9 @@ def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list
             results = list(map(_value, eqn.outvars))
             op = Op(eqn, jaxpr, inputs, results, around=into.around)
             op.scan = parameters.scan(eqn)
-            body = equations.body(eqn)
-            op.inner = flat(body, (*into.around, op)) if body else None
+            if op.name in ("remat2", "scan"):
+                body = parameters.inner_program(eqn, "jaxpr")
+                op.inner = flat(body, (*into.around, op))
             into.ops.append(op)
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -64,7 +64,7 @@ class ReduceScatter(NamedTuple):
         """
 
         def of_device(x, rest, g):
-            flat = Packed.of(of((x, *rest), g), self.shapes).flat
+            flat = of((x, *rest), g).packed(self.shapes).flat
             return self._reduce_scatter(flat) if self.at_once else flat
 
         x, *rest = residuals

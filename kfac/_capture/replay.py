@@ -79,7 +79,9 @@ def _replay(
 ) -> tuple[list[Replayed], Handed]:
     replaying = _Replay(plan, dict(probes))
     results = program.run(
-        arguments, lambda value: Replayed(program.constant(value)), replaying.visit
+        arguments,
+        lambda value: Replayed(program.consts.get(value, value.number)),
+        replaying.visit,
     )
     return results, replaying.handed
 

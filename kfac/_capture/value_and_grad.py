@@ -124,7 +124,6 @@ def value_and_grad(
         layers; `fisher_key` is missing, is not a PRNG key, or is given with `fisher="empirical"`. With `"sampled"`,
         `"expected"` or weights: the loss depends on a parameter on which no marked output depends.
     """
-    check(has_aux=has_aux)
     evaluate = Evaluator(
         loss_fn, layers, has_aux, fisher, num_examples, wire_dtype(distribution)
     )
@@ -184,11 +183,9 @@ def statistics(
       ValueError: as in `value_and_grad`. Also if `fraction` is not 1 over an integer, or if it is less than 1 and the
         layers were found without a batch.
     """
-    check(has_aux=has_aux)
     evaluator = Evaluator(
         loss_fn, layers, has_aux, fisher, num_examples, wire_dtype(distribution)
     )
-
     one_in = statistics_one_in(layers, fraction)
 
     @takes_kwargs
@@ -247,7 +244,7 @@ class Evaluator:
         """Check the arguments."""
         check_layers(self.layers)
         check_function(self.loss_fn)
-        check(fisher=self.fisher)
+        check(has_aux=self.has_aux, fisher=self.fisher)
         check_given(num_examples=self.num_examples)
 
     def __call__(

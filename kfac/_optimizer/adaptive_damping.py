@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +112,11 @@ def adaptive_damping(
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671
     """
-    _check_optimizer(optimizer)
+    if not callable(optimizer):
+        raise ValueError(
+            "optimizer must be a function of the damping, lambda damping: kfac.natural_gradient(rate, layers, "
+            f"damping=damping), but is {optimizer!r}"
+        )
     check_number("minimum", minimum, "(0, inf)")
     check_number("maximum", maximum, f"[{minimum}, inf)")
     check_number("initial", initial, f"[{minimum}, {maximum}]")
@@ -125,7 +128,12 @@ def adaptive_damping(
     def init(params):
         damping = jnp.asarray(initial, jnp.float32)
         inner_state = optimizer(damping).init(params)
-        _check_absolute(inner_state)
+        states = find_nodes(inner_state, KfacState)
+        if any(state.settings.preconditioner.scale_damping for state in states):
+            raise ValueError(
+                "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
+                "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with scale_damping=True"
+            )
         ratio, again = _unmeasured()
         # Two separate zeros, so that both can be donated.
         count = jnp.zeros((), jnp.int32)
@@ -161,31 +169,17 @@ def adaptive_damping(
         # Keep the momentum of a rejected step. If the momentum points uphill, new gradients at the same parameters
         # turn it around.
         changes = jax.tree.map(lambda change: jnp.where(worse, 0, change), changes)
-        inner_state = _scale_damping(inner_state, new / damping)
+        # Scale the damping with which the next `observe` refreshes preconditioners.
+        factor = new / damping
+        inner_state = on_states(
+            lambda x: x._replace(observe_damping=factor * x.observe_damping),
+            inner_state,
+        )
         return changes, AdaptiveDampingState(
             count, new, ratio, inner_state, state.rejected_steps + worse, worse
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_optimizer(optimizer: object) -> None:
-    """Raise a `ValueError` if the optimizer is not a function."""
-    if not callable(optimizer):
-        raise ValueError(
-            "optimizer must be a function of the damping, lambda damping: kfac.natural_gradient(rate, layers, "
-            f"damping=damping), but is {optimizer!r}"
-        )
-
-
-def _check_absolute(inner_state: Any) -> None:
-    """Raise a `ValueError` if a preconditioner in the optimizer's state has `scale_damping=True`."""
-    states = find_nodes(inner_state, KfacState)
-    if any(state.settings.preconditioner.scale_damping for state in states):
-        raise ValueError(
-            "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
-            "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with scale_damping=True"
-        )
 
 
 def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> None:
@@ -200,13 +194,6 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
             "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
             "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"
         )
-
-
-def _scale_damping(inner_state: Any, factor: Array) -> Any:
-    """Scale the damping with which the next `observe` refreshes preconditioners."""
-    return on_states(
-        lambda x: x._replace(observe_damping=factor * x.observe_damping), inner_state
-    )
 
 
 def _unmeasured() -> tuple[Array, Array]:
@@ -240,7 +227,18 @@ def _reduction_ratio(
             return x
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
 
-    before, predicted = map(averaged, _along(value_fn, params, changes, num_examples))
+    # `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.
+    # So `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` takes a single forward pass (Martens 2020, section 9.2).
+    axes = varying_axes(jax.eval_shape(value_fn, params))
+    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, changes)
+    point, tangents = as_varying((params, tangents), axes)
+    loss_fn = marked(value_fn, point, num_examples, "adaptive_damping")
+    (loss, outputs), (slope, pushed) = jax.jvp(loss_fn.evaluate, (point,), (tangents,))
+    squares = [
+        jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, pushed)
+    ]
+    before = averaged(loss)
+    predicted = averaged(slope + sum(squares) / 2)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
     # Negated comparisons are also true for NaN.
@@ -250,23 +248,3 @@ def _reduction_ratio(
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
     valid = worse | (moved & ~(jnp.abs(predicted) <= rounding))
     return jnp.where(valid, ratio, jnp.nan).astype(jnp.float32), worse
-
-
-def _along(
-    value_fn: LossOfParams,
-    params: optax.Params,
-    direction: optax.Updates,
-    num_examples: int | None,
-) -> tuple[Array, Array]:
-    """Return the loss at `params` and `<grad h, d> + <d, F d> / 2` for the direction `d`, in a single forward pass.
-
-    `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.
-    Therefore `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` (Martens 2020, section 9.2).
-    """
-    axes = varying_axes(jax.eval_shape(value_fn, params))
-    params, direction = as_varying((params, direction), axes)
-    loss_fn = marked(value_fn, params, num_examples, "adaptive_damping")
-    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, direction)
-    (loss, outputs), (slope, moved) = jax.jvp(loss_fn.evaluate, (params,), (tangents,))
-    squares = [jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, moved)]
-    return loss, slope + sum(squares, jnp.zeros_like(loss)) / 2

@@ -153,4 +153,4 @@ def _flat(part: str, tree: PyTree) -> Array:
 
 
 def _packed(factors: Kronecker) -> Packed:
-    return Packed.of(factors, (factors.A.shape[1:], factors.G.shape[1:]))
+    return factors.packed((factors.A.shape[1:], factors.G.shape[1:]))

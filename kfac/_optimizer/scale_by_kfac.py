@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jax.sharding import AxisType
 
-from kfac._checks import RENAMED, check_layers, with_hints
+from kfac._checks import check_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.comm import CommContext, check_alike
@@ -38,7 +38,6 @@ from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 
-@with_hints(RENAMED)
 def scale_by_kfac(
     layers: Layers,
     *,

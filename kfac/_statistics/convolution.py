@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,23 +134,37 @@ class Patches:
             moment = self._gram_of_patches()
         else:
             moment = self._gram_of_offsets(axes)
-        # Patches are linear in the image, so the patches of the summed image are the summed patches.
-        summed = jnp.sum(self.image, axis=0, keepdims=True, dtype=moment.dtype)
-        total = jnp.sum(self._arranged(patches(summed, self.conv)), axis=(1, 2))
-        return bordered(moment, total, self.homogeneous, self.count)
+        return bordered(moment, self._total(self.image), self.homogeneous, self.count)
 
     def blocks(self, count: int) -> Array:
         return diagonal_blocks(self.gram(), count)
 
     def diagonal(self) -> Array:
-        def square(x):
-            return jnp.square(x.astype(accumulator(x.dtype)))
-
-        squares = jnp.sum(self._sums_by_image(square), axis=1)
+        image = self.image.astype(accumulator(self.image.dtype))
+        squares = self._total(jnp.square(image))
         return append(squares, self.homogeneous, self.count)
 
+    def _total(self, image: Array) -> Array:
+        """Return the sum of all patches, `[copies, d]`."""
+        # Patches are linear in the image, so the patches of the summed image are the summed patches.
+        summed = jnp.sum(image, axis=0, keepdims=True, dtype=accumulator(image.dtype))
+        return jnp.sum(self._arranged(patches(summed, self.conv)), axis=(1, 2))
+
     def sums(self) -> Array:
-        total = self._sums_by_image(lambda x: x)
+        x = self.image
+        conv = self.conv
+        taps = []
+        # Only a single tap is formed at a time.
+        for offset in itertools.product(*(range(size) for size in conv.window)):
+            padding = []
+            for k, (low, high) in enumerate(conv.padding):
+                padding.append((low - offset[k] * conv.rhs_dilation[k], high))
+            tap = dataclasses.replace(
+                conv, window=(1,) * len(offset), padding=tuple(padding)
+            )
+            seen = patches(x, tap).reshape(len(x), -1, x.shape[-1])
+            taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
+        total = self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
         if not self.arrange.examples:
             total = jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])
@@ -190,25 +204,6 @@ class Patches:
             features=moved(arrange.features),
             flips=moved(arrange.flips),
         )
-
-    def _sums_by_image(self, of: Callable[[Array], Array]) -> Array:
-        """Apply a function to each patch entry and sum over positions, `[copies, images, d]`.
-
-        Only a single tap is formed at a time.
-        """
-        x = self.image
-        conv = self.conv
-        taps = []
-        for offset in itertools.product(*(range(size) for size in conv.window)):
-            padding = []
-            for k, (low, high) in enumerate(conv.padding):
-                padding.append((low - offset[k] * conv.rhs_dilation[k], high))
-            tap = dataclasses.replace(
-                conv, window=(1,) * len(offset), padding=tuple(padding)
-            )
-            seen = of(patches(x, tap).reshape(len(x), -1, x.shape[-1]))
-            taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
-        return self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
 
     def _gram_of_offsets(self, axes: tuple[WindowAxis, ...]) -> Array:
         """Compute `gram` from correlations, and reorder its features from (window, channel) to the kernel's order."""

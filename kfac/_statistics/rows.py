@@ -266,9 +266,6 @@ def bordered(
     """
     if homogeneous is None:
         return moment
-    if not homogeneous:
-        return pad_end(moment, 1, 1)
-    corner = jnp.full((moment.shape[0], 1, 1), count, moment.dtype)
-    top = jnp.concatenate([moment, total[:, :, None]], axis=2)
-    bottom = jnp.concatenate([total[:, None, :], corner], axis=2)
-    return jnp.concatenate([top, bottom], axis=1)
+    column = append(homogeneous * total, homogeneous, count)[:, :, None]
+    left = jnp.concatenate([moment, column.mT[:, :, :-1]], axis=1)
+    return jnp.concatenate([left, column], axis=2)

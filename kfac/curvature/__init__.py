@@ -27,14 +27,4 @@ __all__ = [
     "gauss_newton",
 ]
 
-__getattr__ = _former_names(
-    "kfac.curvature",
-    {
-        "Matrix": "GaussNewton",
-        "Operator": "BlockOperator",
-        "averaged_factors": "factors_from_state",
-        "estimate": "estimate_factors",
-        "operator": "block_operator",
-        "exact": "gauss_newton(loss_fn, params, *data).to_dense()",
-    },
-)
+__getattr__ = _former_names("kfac.curvature", {"operator": "block_operator"})

@@ -13,7 +13,7 @@ from jax import Array, lax
 from optax import Params
 
 from kfac._capture.outputs import marked
-from kfac._checks import check_given, with_hints
+from kfac._checks import check_given
 from kfac.curvature._matrix import Linear
 
 
@@ -100,7 +100,6 @@ class GaussNewton(Linear):
         return total
 
 
-@with_hints({"blocks": "jax.scipy.sparse.linalg.cg(..., M=lambda v: blocks.inv() @ v)"})
 def gauss_newton(
     loss_fn: Callable[..., Any],
     params: Params,

@@ -13,12 +13,11 @@ from jax.typing import ArrayLike
 from optax import Params
 
 from kfac._capture.value_and_grad import check_basis
-from kfac._checks import RENAMED, check_layers, check_range, with_hints
+from kfac._checks import check_layers, check_range
 from kfac._curvature.blocks import (
     Group,
     check_factors,
     check_moments,
-    group_layers,
 )
 from kfac._curvature.eigh import Eigen, Eigh, rotate
 from kfac._curvature.ekfac import EKFAC, EKFACState
@@ -278,7 +277,6 @@ def _fill(tree: Params, leaves: Mapping[str, Array]) -> Params:
     )
 
 
-@with_hints(RENAMED)
 def block_operator(
     layers: Layers,
     source: Any,
@@ -393,7 +391,7 @@ def _from_factors(
     preconditioner: BlockPreconditioner | None,
     basis: Mapping[str, Basis] | None,
 ) -> tuple[BlockPreconditioner, Iterable[tuple[Group, GroupStatistics | BlockState]]]:
-    """Return the preconditioner and the stacks, by group, or with a basis by layer."""
+    """Return the preconditioner and the statistics of each layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
     stacks = []
@@ -408,24 +406,19 @@ def _from_factors(
             raise ValueError(
                 f"preconditioner={preconditioner!r} of factors needs the basis= that their moments were taken in"
             )
-        for group in group_layers(layers):
-            if group.captured:
-                stacks.append(
-                    (group, GroupStatistics(group.stack_factors(factors), None))
-                )
-        return preconditioner, stacks
-    preconditioner = preconditioner or EKFAC()
-    if not preconditioner.uses_example_moments:
-        raise ValueError(
-            f"preconditioner={preconditioner!r} has no use for basis=, which belongs to kfac.EKFAC()"
-        )
-    check_basis(basis, layers)
-    check_moments(factors, layers, preconditioner)
+    else:
+        preconditioner = preconditioner or EKFAC()
+        if not preconditioner.uses_example_moments:
+            raise ValueError(
+                f"preconditioner={preconditioner!r} has no use for basis=, which belongs to kfac.EKFAC()"
+            )
+        check_basis(basis, layers)
+        check_moments(factors, layers, preconditioner)
     for layer in layers.with_factors:
         group = Group(layer.name, (layer,))
         statistics = group.stack_factors(factors)
         preconditioner_state = None
-        if layer.supports_ekfac:
+        if basis is not None and layer.supports_ekfac:
             a, g = group.stack(layer, basis[layer.name])
             # `EKFAC.spectrum` computes the factors' eigenvalues along these vectors.
             preconditioner_state = EKFACState(

@@ -12,9 +12,5 @@ __all__ = ["HARDWARE", "Estimate", "Hardware", "estimate"]
 
 __getattr__ = _former_names(
     "kfac.planning",
-    {
-        "Assignment": "kfac.planning.estimate, without a table of owners",
-        "Plan": "kfac.planning.Estimate",
-        "plan": "kfac.planning.estimate",
-    },
+    {"Plan": "kfac.planning.Estimate", "plan": "kfac.planning.estimate"},
 )

@@ -13,12 +13,10 @@ from jax.sharding import AbstractMesh
 
 from kfac._capture.thin_batch import statistics_one_in
 from kfac._checks import (
-    RENAMED,
     check,
     check_choice,
     check_given,
     check_layers,
-    with_hints,
 )
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.cost_model import (
@@ -155,7 +153,6 @@ class Estimate:
         return "\n".join(lines)
 
 
-@with_hints(RENAMED)
 def estimate(
     layers: Layers,
     *,
@@ -200,7 +197,11 @@ def estimate(
     if not isinstance(hardware, Hardware):
         check_choice("hardware", hardware, [*HARDWARE])
         hardware = HARDWARE[hardware]
-    batch = _batch_size(layers) if batch is None else batch
+    batch = layers.num_examples if batch is None else batch
+    if batch is None:
+        raise ValueError(
+            "the layers were found without a number of examples: pass batch="
+        )
     check(devices=devices, batch=batch, overhead=overhead)
     check_given(
         statistics_period=statistics_period, inverse_update_period=inverse_update_period
@@ -348,14 +349,6 @@ class _Blocks:
 def _count_bytes(tree: PyTree) -> int:
     """Return the total size of all arrays in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _batch_size(layers: Layers) -> int:
-    if not layers.num_examples:
-        raise ValueError(
-            "the layers were found without a number of examples: pass batch="
-        )
-    return layers.num_examples
 
 
 def _state_bytes(layers: Layers, blocks: _Blocks) -> int:

@@ -159,8 +159,6 @@ def test_interval_warmup_steps_sets_when_statistics_are_due_with_an_infinite_inv
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"opt_state holds no state of kfac\.kfac, but is of type dict"):
         kfac.observe({"w": np.zeros(3)})
-    with pytest.raises(AttributeError, match=r"kfac\.state\.refresh is now kfac\.observe\(opt_state\)"):
-        kfac.state.refresh  # noqa: B018
     init = kfac.scale_by_kfac(layers()).init
     many = jax.eval_shape(lambda params: kfac.state.scatter_state(init(params), 2), initial())
     with pytest.raises(ValueError, match=r"is one for 2 device\(s\), but this runs on 1.* with the same distribution="):

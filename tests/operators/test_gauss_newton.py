@@ -159,7 +159,5 @@ def test_refusals():
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             kfac.curvature.gauss_newton(losses, parameters(), data(), **options)
-    with pytest.raises(TypeError, match=r"has no option blocks=: use jax.scipy.sparse.linalg.cg\(.*M="):
-        whole(blocks=blocks())
     with pytest.raises(ValueError, match="Pass num_examples= to gauss_newton"):
         kfac.curvature.gauss_newton(losses, parameters(), data()) @ tree()

@@ -82,21 +82,9 @@ def test_the_top_level_is_a_page():
 
 
 FORMER = [
-    *(
-        ("kfac", name, new)
-        for name, new in {"Soap": "SOAP", "Ekfac": "EKFAC", "Inverse": "BlockPreconditioner"}.items()
-    ),
-    ("kfac", "output", "mark_output"),
-    ("kfac", "due", "statistics_due"),
-    ("kfac.curvature", "Matrix", "GaussNewton"),
-    ("kfac.curvature", "Operator", "BlockOperator"),
-    ("kfac.curvature", "averaged_factors", "factors_from_state"),
-    ("kfac.curvature", "estimate", "estimate_factors"),
     ("kfac.curvature", "operator", "block_operator"),
     ("kfac.planning", "Plan", "kfac.planning.Estimate"),
     ("kfac.planning", "plan", "kfac.planning.estimate"),
-    ("kfac.schedules", "damping_warmup", "damping_decay"),
-    ("kfac.schedules", "rise_and_fall", "warmup_linear_decay"),
 ]
 
 
@@ -115,34 +103,6 @@ def test_presets_gives_the_names_of_natural_gradient_and_gauss_newton():
     for access in (lambda: kfac.presets, lambda: kfac.presets.osawa2019, lambda: kfac.presets.full_batch):
         with pytest.raises(AttributeError, match=r"^kfac\.presets is now kfac\.natural_gradient .* kfac\.gauss_newton"):
             access()
-
-
-KEYWORDS = [
-    ("find_layers", "max_dim", "max_factor_dim"),
-    ("kfac", "cost", "overhead"),
-    ("kfac", "inverse", "preconditioner"),
-    ("kfac", "inverse_every", "inverse_update_period"),
-    ("kfac", "layer_rates", "adaptive_layer_rates"),
-    ("scale_by_kfac", "factor_decay", "factor_ema_decay"),
-    ("scale_by_kfac", "refresh_warmup", "interval_warmup_steps"),
-    ("scale_by_kfac", "statistics_every", "statistics_period"),
-    ("scale_by_kfac", "unitwise_damping", "unitwise_damping_scale"),
-    ("natural_gradient", "rate_in_momentum", "lr_in_momentum"),
-    ("curvature.block_operator", "inverse", "preconditioner"),
-    ("planning.estimate", "statistics_every", "statistics_period"),
-]
-
-
-@pytest.mark.parametrize(("function", "old", "new"), KEYWORDS)
-def test_keywords_of_version_0_3_give_the_present_keyword(function, old, new):
-    module, _, name = f"kfac.{function}".rpartition(".")
-    value = getattr(importlib.import_module(module), name)
-    assert new in inspect.signature(value).parameters
-    with pytest.raises(TypeError, match=rf"^{name}\(\) has no option {old}=: use {new}="):
-        value(**{old: 1})
-    if name in ("find_layers", "kfac"):
-        with pytest.raises(TypeError, match=rf"^train_step\(\) has no option {old}=: use {new}="):
-            kfac.train_step(**{old: 1})
 
 
 def test_every_module_but_the_public_ones_is_reached_through_the_package():

@@ -174,11 +174,6 @@ def test_a_plan_needs_a_number_of_examples(resnet50):
         kfac.planning.estimate(dataclasses.replace(resnet50, num_examples=None), devices=8)
 
 
-def test_the_table_of_owners_of_version_0_3_names_the_plan():
-    with pytest.raises(AttributeError, match=r"kfac\.planning\.Assignment is now kfac\.planning\.estimate"):
-        _ = kfac.planning.Assignment
-
-
 def test_layers_without_positions_are_refused(resnet50):
     blocks = tuple(dataclasses.replace(layer, positions=None) for layer in resnet50)
     with pytest.raises(ValueError, match="layers: '0_0a/kernel' was found without positions"):
