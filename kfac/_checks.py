@@ -221,7 +221,7 @@ HINTS = {
 
 def with_hints(
     hints: Mapping[str, str],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Callable], Callable]:
     """Return a decorator, under which a keyword in `hints` raises a `TypeError` with the present keyword.
 
     If the function has a parameter `kwargs`, a dictionary with the loss's keyword arguments, any other keyword that the

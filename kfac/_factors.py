@@ -20,6 +20,11 @@ Average = Callable[[PyTree], PyTree]
 Shapes = tuple[Shape, ...]
 
 
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """Return a field of a dataclass that belongs to the tree structure, not to the leaves."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
 class Statistics:
     """The statistics of one layer, a pytree of arrays.
 
@@ -28,7 +33,7 @@ class Statistics:
     """
 
     moments: Any = None
-    wire: Any = None  # for `Packed`, the dtype of the message between devices
+    wire: str | None = None  # for `Packed`, the dtype of the message between devices
 
     def combined(self, average: Average | None = None) -> Any:
         """Return the `Kronecker` or `Unitwise` block.
@@ -164,10 +169,12 @@ class Packed(Uncombined):
       flat: upper triangles, diagonals and moments as vectors `[copies?, pieces, elements]`. The vectors may be padded
         with zeros.
       shapes: the shapes of `A` and `G` for one copy.
+      wire: the `communication_dtype` of the `Distribution` with which the statistics were taken.
     """
 
     flat: Kronecker
-    shapes: Shapes = dataclasses.field(metadata={"static": True})
+    shapes: Shapes = static()
+    wire: str = static("float32")
 
     def unpacked(self) -> Kronecker:
         """Undo `Kronecker.packed`."""
@@ -190,10 +197,6 @@ class Packed(Uncombined):
 
     def unscaled(self, by):
         return dataclasses.replace(self, flat=self.flat.unscaled(by))
-
-    @property
-    def wire(self) -> Any:
-        return self.flat.A.dtype
 
     @property
     def moments(self) -> Array | None:
@@ -226,10 +229,8 @@ class Tied(Uncombined):
 
     direct: Kronecker
     transposed: Kronecker
-    diagonal: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
-    num_blocks: tuple[int, int] = dataclasses.field(
-        default=(1, 1), metadata={"static": True}
-    )
+    diagonal: tuple[str, ...] = static()
+    num_blocks: tuple[int, int] = static()
 
     def unscaled(self, by):
         # The transposed use has its gradients in `A`.

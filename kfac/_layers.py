@@ -245,17 +245,6 @@ class Layer:
         return f"{self.kind} layer {self.name!r} ({'; '.join(details)})"
 
 
-def leaf_alone(layer: Layer, k: int, d_in: int) -> Layer:
-    """Return the layer with its `k`-th leaf only. The leaf's matrix has `d_in` columns."""
-    return dataclasses.replace(
-        layer,
-        d_in=d_in,
-        params=(layer.params[k],),
-        shapes=(layer.shapes[k],),
-        layouts=(layer.layouts[k],),
-    )
-
-
 @jax.tree_util.register_static  # allows it as an argument of a jitted function
 @dataclasses.dataclass(frozen=True, repr=False)
 class Layers(Sequence[Layer]):

@@ -72,11 +72,11 @@ def leaf_paths(tree: PyTree) -> list[str]:
 
 
 def _is_variable(node: object) -> bool:
-    for base in type(node).__mro__:
-        if base.__module__.startswith("flax.nnx"):
-            if base.__name__ in ("Variable", "VariableState"):
-                return True
-    return False
+    return any(
+        base.__module__.startswith("flax.nnx")
+        and base.__name__ in ("Variable", "VariableState")
+        for base in type(node).__mro__
+    )
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:

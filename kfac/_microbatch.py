@@ -17,11 +17,11 @@ from kfac._mesh import PyTree, zeros_of
 
 
 def microbatch(
-    fn: Callable[..., Any],
+    fn: Callable,
     num_microbatches: int,
     *,
     batch_argnums: int | Sequence[int] | None = None,
-) -> Callable[..., Any]:
+) -> Callable:
     """Evaluate `fn` on equal parts of a batch, one after the other, and average its results.
 
     ::
@@ -57,11 +57,11 @@ def microbatch(
 
 
 def in_parts(
-    fn: Callable[..., Any],
+    fn: Callable,
     num_microbatches: int,
     batch_argnums: int | Sequence[int] | None,
     shared: Collection[str] = (),
-) -> Callable[..., Any]:
+) -> Callable:
     """Return `microbatch(fn, num_microbatches, batch_argnums=...)`, which passes some arrays whole to every part.
 
     Args:

@@ -9,6 +9,7 @@ the batch axes through the same operations.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -58,19 +59,12 @@ def _whole(kind: int, size: int) -> Axis:
     return (Atom(kind, 1, size),)
 
 
-def foreign(size: int) -> Axis:
-    """Return an axis that comes from neither a leaf nor the batch."""
-    return _whole(FOREIGN, size)
-
-
-def examples(n: int) -> Axis:
-    """Return the axis of the examples."""
-    return _whole(EXAMPLES, n)
-
-
-def mixed(size: int) -> Axis:
-    """Return an axis of examples that are not in batch order."""
-    return _whole(MIXED, size)
+# An axis that comes from neither a leaf nor the batch, by its size.
+foreign = functools.partial(_whole, FOREIGN)
+# The axis of the examples, by their number.
+examples = functools.partial(_whole, EXAMPLES)
+# An axis of examples that are not in batch order, by its size.
+mixed = functools.partial(_whole, MIXED)
 
 
 def leaf_axes(shape: Sequence[int]) -> Axes:

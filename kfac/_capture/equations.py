@@ -27,22 +27,9 @@ from kfac._capture.parameters import (
 
 SUMS = frozenset({"add", "add_any", "sub"})
 IDENTITIES = frozenset(
-    {
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "name",
-        "reduce_precision",
-        "sharding_constraint",
-        "pvary",
-        "pcast",
-        "reshard",
-        "mesh_cast",
-    }
+    "convert_element_type copy copy_p name reduce_precision sharding_constraint pvary pcast reshard mesh_cast".split()
 )
-FORMS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim"}
-)
+FORMS = frozenset("reshape squeeze expand_dims transpose broadcast_in_dim".split())
 # Functions of single entries.
 FUNCTIONS = frozenset(
     "abs acos acosh asin asinh atan atanh cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 integer_pow lgamma log "

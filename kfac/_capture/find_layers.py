@@ -44,7 +44,7 @@ from kfac._mesh import on_mesh
 @with_hints(RENAMED)
 @on_mesh
 def find_layers(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     params: Any,
     *args: Any,
     has_aux: bool = False,
@@ -142,6 +142,16 @@ def find_layers(
         param_specs=find_param_specs(params),
     )
     analysis = layers_of(traced, options, find_marks(traced))
+    for rule in match_rules(pairs, traced.names):
+        leaves = {traced.names[leaf] for leaf in rule.leaves}
+        positions = []
+        for layer in analysis.layers:
+            if layer.weight_sharing == "reduce" and not leaves.isdisjoint(layer.params):
+                positions.append(layer.positions)
+        if rule.value == "reduce" and set(positions) == {1}:
+            raise ValueError(
+                f"{rule.text} has no effect: each example reads these kernels at a single position"
+            )
     if strict and analysis.reads.inexact:
         lines = []
         patterns = []
@@ -198,7 +208,11 @@ def layers_of(
     reads = Reads(traced, skipped)
     left = everything - skipped
     chosen = left & leaves_with("gradient", rules, left, "parameter with elements")
-    uses = _uses_by_leaf(reads)
+    # The uses of each leaf that count, in program order.
+    uses: Uses = {}
+    for use in reads.uses.values():
+        if not use.dropped:
+            uses.setdefault(use.leaf, []).append(use)
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
     products = {k for k in kernels if main_use(uses[k]).read.op != "embedding"}
@@ -261,15 +275,6 @@ def _named(layers: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
 
 
 # -- leaves with exact rows --------------------------------------------------------------------------------------------
-
-
-def _uses_by_leaf(reads: Reads) -> Uses:
-    """Return the uses of each leaf that count, in program order."""
-    uses: Uses = {}
-    for use in reads.uses.values():
-        if not use.dropped:
-            uses.setdefault(use.leaf, []).append(use)
-    return uses
 
 
 def _keep_exact(

@@ -20,17 +20,7 @@ Variable = Var | Literal
 # The parameter that holds the program of a call. JAX 0.11 renamed `closed_call` to `eval_jaxpr`.
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr"}
 REDUCTIONS = frozenset(
-    {
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-    }
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
 )
 DEVICE_SUMS = frozenset({"psum", "psum_invariant"})
 

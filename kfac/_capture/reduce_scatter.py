@@ -131,7 +131,7 @@ class ReduceScatter(NamedTuple):
         if not self.axes and self.dtype != "float32":
             # The factors are sent later.
             flat = optax.tree.cast(flat, self.dtype)
-        return Packed(flat, self.shapes)
+        return Packed(flat, self.shapes, self.dtype)
 
     def _spec(self, loops: int) -> PartitionSpec:
         """Return the sharding of a use's sums, which have `loops` leading axes for loops.

@@ -107,7 +107,11 @@ class _Replay:
             outs[0], self.handed[key] = at_mark(outs[0], self.probes[key])
         if op not in plan.multipliers:
             return list(map(Replayed, outs))
-        return list(map(Replayed, outs, _multipliers(op, plan.multipliers[op], inputs)))
+        # The result is a scaled view of a parameter.
+        operand = plan.multipliers[op]
+        values = [_rows(x.value) for x in inputs]
+        multipliers = op.derivatives(values, operand, inputs[operand].multiplier)
+        return list(map(Replayed, outs, multipliers))
 
     def _remat(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
         def block(inputs, probes):
@@ -178,12 +182,6 @@ class _Replay:
             y = tapped(tap, residuals, _rows(outs[0]), probes[tap.key])
             outs = [CommonRows(y) if op in plan.late else y]
         return outs
-
-
-def _multipliers(op: Op, operand: int, inputs: Sequence[Replayed]) -> Sequence[Array]:
-    """Return each result's multiplier for an op whose input number `operand` is a parameter's view."""
-    values = [_rows(x.value) for x in inputs]
-    return op.derivatives(values, operand, inputs[operand].multiplier)
 
 
 def _evaluate(op: Op, values: Sequence[MaybeCommon], axis: int | None) -> list[Any]:

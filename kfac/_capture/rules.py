@@ -95,28 +95,26 @@ def with_multipliers(
     """Return the layers with their multipliers. A layer takes the first multiplier that matches one of its leaves.
 
     Raises:
-      ValueError: a multiplier matches skipped leaves only, or only layers with an earlier multiplier.
+      ValueError: without one of the rules, all layers would have the same multipliers.
     """
     index = {name: leaf for leaf, name in enumerate(names)}
-    layers = list(layers)
-    taken: set[int] = set()
-    for rule in rules:
-        if isinstance(rule.value, str):
-            continue
-        matched = set()
-        for k, layer in enumerate(layers):
+
+    def multiplied_by(rules: Sequence[Rule]) -> list[Layer]:
+        found = []
+        for layer in layers:
             leaves = [index[path] for path in layer.params]
-            if layer.kind != "skipped" and not rule.leaves.isdisjoint(leaves):
-                matched.add(k)
-        if not matched:
+            factors = [x.value for x in rules if not x.leaves.isdisjoint(leaves)]
+            if factors and layer.kind != "skipped":
+                layer = dataclasses.replace(layer, multiplier=float(factors[0]))
+            found.append(layer)
+        return found
+
+    numbers = [rule for rule in rules if not isinstance(rule.value, str)]
+    found = multiplied_by(numbers)
+    for rule in numbers:
+        if found == multiplied_by([other for other in numbers if other is not rule]):
             raise ValueError(
-                f"{rule.text} matches no parameter that is preconditioned, so it has no effect"
+                f"{rule.text} has no effect: every layer that it matches is skipped, or has the same multiplier "
+                "without it"
             )
-        if matched <= taken:
-            raise ValueError(
-                f"{rule.text} has no effect: multipliers before it match all its layers"
-            )
-        for k in matched - taken:
-            layers[k] = dataclasses.replace(layers[k], multiplier=rule.value)
-        taken |= matched
-    return layers
+    return found

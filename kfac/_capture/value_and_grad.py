@@ -57,7 +57,7 @@ from kfac._mesh import (
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     layers: Layers,
     *,
     has_aux: bool = False,
@@ -140,7 +140,7 @@ def value_and_grad(
 
 
 def statistics(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     layers: Layers,
     *,
     fraction: float | None = None,
@@ -233,7 +233,7 @@ class Evaluator:
     The attributes are the arguments of `value_and_grad`, with the dtype in which devices exchange factors.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable
     layers: Layers
     has_aux: bool
     fisher: str
@@ -455,7 +455,7 @@ def _typed_key(key: Array | None, fisher: str) -> Array | None:
 
 
 def plain_value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool
+    loss_fn: Callable, has_aux: bool
 ) -> Callable[..., tuple[Any, Any]]:
     """Return `jax.value_and_grad` of a loss. Inside `jax.shard_map`, the gradients are this device's own."""
 

@@ -19,7 +19,7 @@ from kfac._curvature import kronecker
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._curvature.unitwise import ChannelPreconditioner
 from kfac._factors import Block, Factors, Kronecker, Unitwise
-from kfac._layers import Layer, Layers, leaf_alone
+from kfac._layers import Layer, Layers
 from kfac._mesh import PyTree
 from kfac._packing import Shape
 
@@ -197,8 +197,17 @@ class Group:
             return [self]
         groups = []
         for k, width in enumerate(widths.pop()):
-            layers = tuple(leaf_alone(layer, k, width) for layer in self.layers)
-            groups.append(dataclasses.replace(self, layers=layers))
+            layers = []
+            for layer in self.layers:
+                leaf = dataclasses.replace(
+                    layer,
+                    d_in=width,
+                    params=(layer.params[k],),
+                    shapes=(layer.shapes[k],),
+                    layouts=(layer.layouts[k],),
+                )
+                layers.append(leaf)
+            groups.append(dataclasses.replace(self, layers=tuple(layers)))
         return groups
 
     def stack_matrices(

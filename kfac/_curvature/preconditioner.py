@@ -182,7 +182,6 @@ class BlockPreconditioner(abc.ABC):
 
         None if they are the condition numbers that `refresh` returned.
         """
-        del state, damping
         return None
 
     def spectrum(

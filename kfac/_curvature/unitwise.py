@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -30,11 +29,11 @@ class ChannelPreconditioner(BlockPreconditioner):
         """Invert all channels in closed form."""
         blocks = factors.F
         invert = _inverse_1x1 if blocks.shape[-1] == 1 else _inverse_2x2
-        inverse = invert(blocks, damping.astype(blocks.dtype)[:, None])
-        condition = inverse.condition
-        usable = jnp.all(inverse.definite & jnp.isfinite(condition), axis=1)
+        damping = damping.astype(blocks.dtype)[:, None]
+        inverse, condition, definite = invert(blocks, damping)
+        usable = jnp.all(definite & jnp.isfinite(condition), axis=1)
         worst = jnp.where(usable, jnp.max(condition, axis=1), 0)
-        return inverse.blocks.astype(state.dtype), worst
+        return inverse.astype(state.dtype), worst
 
     def spectrum(self, state, factors, damping):
         """Decompose each channel."""
@@ -49,18 +48,9 @@ class ChannelPreconditioner(BlockPreconditioner):
         return jnp.sum(state.astype(matrices.dtype) * matrices[:, :, None, :], axis=-1)
 
 
-class Inverted(NamedTuple):
-    """The inverses of damped blocks.
-
-    Attributes:
-      blocks: the inverses, `[k, channels, p, p]`.
-      condition: the condition numbers, `[k, channels]`.
-      definite: whether each damped block is positive definite, `[k, channels]`.
-    """
-
-    blocks: Array
-    condition: Array
-    definite: Array
+# The inverses of damped blocks, `[k, channels, p, p]`, their condition numbers, `[k, channels]`, and whether each block
+# is positive definite, `[k, channels]`.
+Inverted = tuple[Array, Array, Array]
 
 
 def _inverse_1x1(
@@ -68,7 +58,7 @@ def _inverse_1x1(
     damping: Array,
 ) -> Inverted:
     value = f[..., 0, 0] + damping
-    return Inverted((1 / value)[..., None, None], value / value, value > 0)
+    return (1 / value)[..., None, None], value / value, value > 0
 
 
 def _inverse_2x2(
@@ -100,4 +90,4 @@ def _inverse_2x2(
     inverse = adjugate / (determinant * scale)[..., None, None]
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
-    return Inverted(inverse, condition, definite)
+    return inverse, condition, definite

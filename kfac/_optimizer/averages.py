@@ -139,8 +139,8 @@ def stack_packed(
     counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
     then equals the statistics that a single device computes from the whole batch.
     """
-    # All blocks share a message, so if some blocks are in bfloat16, the others are cast to it.
-    narrow = any(block.wire == jnp.bfloat16 for block in factors.values())
+    # All blocks share a message. Over a mesh, it was sent with the statistics.
+    narrow = settings.distribution.communication_dtype == "bfloat16" and device_axes()
     dtype = jnp.bfloat16 if narrow else None
 
     def fill(flat):

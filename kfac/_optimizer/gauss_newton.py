@@ -112,7 +112,6 @@ def _quadratic_step(
         return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
 
     def update(updates, state, params, *, value_fn, **extra):
-        del extra
         if device_axes():
             raise ValueError(
                 "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"

@@ -54,8 +54,8 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
       parameters and step counts, is unchanged.
 
     Raises:
-      ValueError: `opt_state` holds no such state, `factors` do not fit the layers or the preconditioner, or the state
-        has been initialised for another number of devices.
+      ValueError: `opt_state` holds no such state, `factors` do not fit the layers, the preconditioner or the
+        optimizer's `communication_dtype`, or the state has been initialised for another number of devices.
     """
     states = find_nodes(opt_state, KfacState)
     if not states:
@@ -105,6 +105,14 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
         if not isinstance(given, Factors):
             check_factors(given, layers)
         jax.eval_shape(lambda x: check_factors(x, layers, preconditioner), factors)
+        expected = settings.distribution.communication_dtype
+        for name, block in factors.items():
+            if block.wire not in (None, expected):
+                raise ValueError(
+                    f"devices send the factors of layer {name!r} in {block.wire}, but the optimizer has a distribution "
+                    f"with communication_dtype={expected!r}: pass the same distribution= to kfac.statistics or "
+                    "kfac.value_and_grad"
+                )
     comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
     if mesh is None:
         return observe_here(comm, state, factors)

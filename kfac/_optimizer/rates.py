@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -49,7 +48,7 @@ def warn_of_rate(learning_rate: ScalarOrSchedule) -> None:
 
 
 @functools.lru_cache(64)
-def _peak_of(schedule: Callable[..., Any]) -> float:
+def _peak_of(schedule: Callable) -> float:
     with jax.ensure_compile_time_eval():
         # One program for all steps compiles faster than operations by themselves.
         return float(np.max(jax.jit(jax.vmap(schedule))(STEPS)))

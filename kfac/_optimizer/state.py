@@ -17,7 +17,7 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._factors import Block
+from kfac._factors import Block, static
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
 from kfac._mesh import PyTree
@@ -122,8 +122,8 @@ class Owned:
     """
 
     blocks: BlockState
-    assignment: BlockAssignment = dataclasses.field(metadata={"static": True})
-    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
+    assignment: BlockAssignment = static()
+    form: Form | None = static(None)
 
     @property
     def shapes(self) -> BlockState:

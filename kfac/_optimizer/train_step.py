@@ -67,7 +67,7 @@ class TrainStep:
       clock: the host's knowledge of when statistics are due.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable
     learning_rate: ScalarOrSchedule
     optimizer: Callable[..., optax.GradientTransformation]
     has_aux: bool
@@ -180,7 +180,7 @@ class TrainStep:
         return self._transformation(layers).init(params)
 
     @functools.cached_property
-    def _programs(self) -> dict[str, Callable[..., Any]]:
+    def _programs(self) -> dict[str, Callable]:
         """The compiled programs, by name."""
 
         def compiled(method, *donated, announced=""):
@@ -241,10 +241,10 @@ class TrainStep:
 
     def _in_parts(
         self,
-        fn: Callable[..., Any],
+        fn: Callable,
         layers: Layers,
         parts: int,
-    ) -> Callable[..., Any]:
+    ) -> Callable:
         """Split the batch into micro-batches: the arguments in `batch_argnums=` if given, otherwise as traced.
 
         Raises:
@@ -316,7 +316,7 @@ MOVED = {
 
 @with_hints(HINTS | RENAMED | MOVED)
 def train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     learning_rate: ScalarOrSchedule,
     *,
     optimizer: Callable[..., optax.GradientTransformation] = kfac,
@@ -392,7 +392,14 @@ def train_step(
     check_given(num_examples=num_examples, batch_argnums=batch_argnums)
     if statistics_fraction is not None:
         check_fraction("statistics_fraction", statistics_fraction)
-    state = _state_without_layers(optimizer, learning_rate, options)
+    # An empty `Layers` checks the options before there are layers.
+    try:
+        tx = optimizer(learning_rate, Layers((), ()), **options)
+    except TypeError as error:
+        raise TypeError(
+            f"train_step() passes its options on to its optimizer: {error}"
+        ) from error
+    state = _kfac_state(jax.eval_shape(tx.init, {}))
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
@@ -470,21 +477,6 @@ def _strong(leaf: Array) -> Array:
     if not getattr(leaf, "weak_type", False):
         return leaf
     return lax.convert_element_type(leaf, leaf.dtype)
-
-
-def _state_without_layers(
-    optimizer: Callable[..., optax.GradientTransformation],
-    learning_rate: ScalarOrSchedule,
-    options: dict[str, Any],
-) -> KfacState:
-    """Return the optimizer's state for an empty `Layers`, which checks the options before there are layers."""
-    try:
-        tx = optimizer(learning_rate, Layers((), ()), **options)
-    except TypeError as error:
-        raise TypeError(
-            f"train_step() passes its options on to its optimizer: {error}"
-        ) from error
-    return _kfac_state(jax.eval_shape(tx.init, {}))
 
 
 def _kfac_state(opt_state: PyTree) -> KfacState:

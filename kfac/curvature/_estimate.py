@@ -19,7 +19,7 @@ from kfac._layers import Layers
 
 
 def estimate_factors(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     layers: Layers,
     params: Params,
     batches: Iterable[Any],

@@ -14,6 +14,7 @@ from optax import Params
 
 from kfac._capture.outputs import marked
 from kfac._checks import check_given
+from kfac._factors import static
 from kfac.curvature._matrix import Linear
 
 
@@ -34,15 +35,13 @@ class GaussNewton(Linear):
 
     params: Any
     data: tuple[Any, ...]
-    loss_fn: Callable[..., Any] = dataclasses.field(metadata={"static": True})
-    num_examples: int | None = dataclasses.field(metadata={"static": True})
-    batches: int = dataclasses.field(metadata={"static": True})
+    loss_fn: Callable = static()
+    num_examples: int | None = static()
+    batches: int = static()
 
     def shapes(self) -> Params:
         """Return the parameters' shapes and dtypes, a tree of `jax.ShapeDtypeStruct`."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params
-        )
+        return jax.eval_shape(lambda params: params, self.params)
 
     def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""
@@ -101,7 +100,7 @@ class GaussNewton(Linear):
 
 
 def gauss_newton(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable,
     params: Params,
     *data: Any,
     num_examples: int | None = None,

@@ -27,7 +27,7 @@ from kfac._curvature.preconditioner import (
     damping_of_blocks,
 )
 from kfac._curvature.refresh import one_by_one
-from kfac._factors import Basis, Factors
+from kfac._factors import Basis, Factors, static
 from kfac._layers import Layer, Layers
 from kfac._leaves import map_by_path
 from kfac._optimizer.state import (
@@ -115,7 +115,7 @@ class BlockOperator(Linear):
     """
 
     blocks: dict[str, OperatorBlock]
-    layers: Layers = dataclasses.field(metadata={"static": True})
+    layers: Layers = static()
 
     def matvec(self, tree: Params) -> Params:
         """Multiply the matrix by a tree like the parameters; the result keeps the dtype of each leaf."""

@@ -822,8 +822,11 @@ def test_a_skipped_neighbour_changes_nothing_else(x64):
         ({"w": lambda step: 1.0}, r"rules\['w'\] must be a number, but is a function"),
         ({"w": None}, r"rules\['w'\] must be a number, but is None"),
         ({".": "gradient", "w": "skip"}, r"rules=\{'w': 'skip'\} has no effect: rules before it match all"),
-        ({"w": 2, ".": "skip"}, r"rules=\{'w': 2.0\} matches no parameter that is preconditioned"),
-        ({".": 2, "w": 3}, r"rules=\{'w': 3.0\} has no effect: multipliers before it match all its layers"),
+        ({"w": 2, ".": "skip"}, r"rules=\{'w': 2.0\} has no effect: every layer that it matches is skipped"),
+        ({".": 2, "w": 3}, r"rules=\{'w': 3.0\} has no effect: .* or has the same multiplier without it"),
+        ({"w": 1.0}, r"rules=\{'w': 1.0\} has no effect: .* or has the same multiplier without it"),
+        ({"w": 2, ".": 2}, r"rules=\{'w': 2.0\} has no effect: .* or has the same multiplier without it"),
+        ({"w": "reduce"}, r"rules=\{'w': 'reduce'\} has no effect: each example reads .* at a single position"),
     ],
 )
 def test_find_layers_refuses_rules(rules, message):
@@ -832,6 +835,17 @@ def test_find_layers_refuses_rules(rules, message):
 
     with pytest.raises(ValueError, match=message):
         kfac.find_layers(loss, {"v": jnp.ones((2, 3)), "w": jnp.ones((5, 2))}, jnp.ones((N, 5)), rules=rules)
+
+
+def test_find_layers_takes_a_multiplier_of_one_before_another_and_reduce_of_several_positions():
+    def loss(p, x):
+        return jnp.mean((x @ p["w"]) @ p["v"])
+
+    params = {"v": jnp.ones((2, 3)), "w": jnp.ones((5, 2))}
+    layers = kfac.find_layers(loss, params, jnp.ones((N, 5)), rules={"w": 1.0, ".": 0.5})
+    assert [layer.multiplier for layer in layers] == [0.5, 1.0]
+    layers = kfac.find_layers(loss, params, jnp.ones((N, 4, 5)), rules={"w": "reduce"})
+    assert [layer.weight_sharing for layer in layers] == ["expand", "reduce"]
 
 
 def regression(p, x, t):
@@ -892,7 +906,7 @@ def test_find_layers_takes_the_first_rule_of_each_sort():
 
     params = {"a": {"w": jnp.ones((5, 3)), "b": jnp.ones(3)}, "c": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}
     rules = {"a/w": "reduce", "a/b": 0.5, "c/b": "skip", "c": "gradient", ".": 3}
-    layers = kfac.find_layers(loss, params, jnp.ones((N, 5)), rules=rules)
+    layers = kfac.find_layers(loss, params, jnp.ones((N, 4, 5)), rules=rules)
     assert {layer.params: (layer.kind, layer.weight_sharing, layer.multiplier) for layer in layers} == {
         ("a/w", "a/b"): ("dense", "reduce", 0.5),
         ("c/b",): ("skipped", "expand", 1),
@@ -901,8 +915,8 @@ def test_find_layers_takes_the_first_rule_of_each_sort():
     assert layers.rules == tuple(rules.items())
     rows = str(layers).splitlines()
     assert rows[2].endswith("steps times 0.5") and rows[4].endswith("; steps times 3") and "times" not in rows[3]
-    assert layers != kfac.find_layers(loss, params, jnp.ones((N, 5)), rules={**rules, "a/b": 0.6})
-    assert hash(layers) == hash(kfac.find_layers(loss, params, jnp.ones((N, 5)), rules=rules))
+    assert layers != kfac.find_layers(loss, params, jnp.ones((N, 4, 5)), rules={**rules, "a/b": 0.6})
+    assert hash(layers) == hash(kfac.find_layers(loss, params, jnp.ones((N, 4, 5)), rules=rules))
 
 
 # -- the number of examples --------------------------------------------------------------------------------------------

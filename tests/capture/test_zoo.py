@@ -45,6 +45,20 @@ REPEATED = {
     "Siamese network": ("reward model on pairs", "DCGAN, discriminator"),
     "SimCLR": ("reward model on pairs", "two towers"),
     "SimCLR on concatenated views": ("reward model on concatenated pairs", "two towers"),
+    "bidirectional network": ("GRU in haiku", "ViT in nnx"),
+    "graph network on flattened graphs": ("graphs of unequal size", "ViT in nnx"),
+    "graph convolution": ("graph attention", "MADE"),
+    "character network in a Python loop": ("ALBERT", "GPT with a tied table"),
+    "experts with top-2 and a capacity": ("a Switch layer over all tokens", "graph attention"),
+    "FixMatch": ("ALBERT", "ViT in nnx"),
+    "DeepONet": ("DeepONet on a grid", "GPT with a tied table"),
+    "deep set": ("PINN by nested jvp", "graphs of unequal size"),
+    "maxout and highway": ("experts by ragged products", "Mamba"),
+    "word2vec": ("DLRM", "a soft prompt"),
+    "matrix factorisation": ("Llama", "Swin"),
+    "DQN": ("double DQN", "actor-critic"),
+    "DDPG, actor": ("ViT in nnx",),
+    "SIREN with Fourier features": ("diffusion",),
 }
 # Models of each kind whose loss is dressed in a separate test. Another slow test dresses all other models.
 DRESSED = "multilayer perceptron", "GRU in linen", "actor-critic", "a soft prompt", "DCGAN, discriminator"

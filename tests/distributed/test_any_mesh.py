@@ -98,7 +98,7 @@ def under_shard_map(preconditioner, *, check=True, averaged=True, inside=True):
     return trained(step, initial(), state), state
 
 
-def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, traced=False, lies=True):
+def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, traced=False, lies=True, moved=False):
     mesh, (tx, step) = mesh_of(kind), four_lines(preconditioner)
 
     def spec(leaf):
@@ -107,7 +107,7 @@ def over_mesh(preconditioner, *, kind=AxisType.Auto, known=False, split=False, t
 
     def run():
         params = jax.tree.map(lambda leaf: jax.device_put(leaf, spec(leaf)), initial()) if lies else initial()
-        state = (jit(tx.init) if traced else tx.init)(params)
+        state = (jit(tx.init) if traced else tx.init)(initial() if moved else params)
         params = trained(jit(step), params, state, lambda b: jax.device_put(b, NamedSharding(mesh, P("data"))))
         if lies:
             jax.tree.map(lambda x: np.testing.assert_(x.sharding.is_equivalent_to(spec(x), x.ndim)), params)
@@ -134,12 +134,12 @@ PROGRAMS = {  # the last value tells whether blocks have owners
     "a state made under jit, explicit": (over_mesh, explicit | {"traced": True}, True),
     "shard_map, a state of one device": (under_shard_map, {"inside": False}, False),
     "and gradients that are not averaged": (under_shard_map, {"inside": False, "averaged": False}, False),
+    "a state from before the move to a mesh": (over_mesh, {"moved": True}, False),
     "the batch alone on a mesh": (over_mesh, {"lies": False}, False),
     "the batch alone on explicit axes": (over_mesh, explicit | {"lies": False}, False),
 }
 # test_distributed.py covers pmap. optimizer/test_layer_lengths.py covers gradients that are not averaged.
-USUAL = {"SOAP": ("explicit axes", "parameters that are split"), "EKFAC": ("shard_map",),
-         "Cholesky": ("the batch alone on explicit axes",)}  # fmt: skip
+USUAL = {"SOAP": ("explicit axes", "parameters that are split"), "EKFAC": ("shard_map",), "Cholesky": ()}
 
 
 # Outside `jax.set_mesh`, JAX 0.10.0 cannot differentiate the product of such a batch and a matrix that is not on the

@@ -123,8 +123,9 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
     loss, params, batch, find = CASES["attention"](8 * DEVICES)
     layers = kfac.find_layers(loss, params, batch, **find)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
-    tx = kfac.scale_by_kfac(layers)
-    measure = kfac.value_and_grad(loss, layers, distribution=kfac.Distribution(communication_dtype=wire))
+    distribution = kfac.Distribution(communication_dtype=wire)
+    tx = kfac.scale_by_kfac(layers, distribution=distribution)
+    measure = kfac.value_and_grad(loss, layers, distribution=distribution)
 
     def step(params, batch):
         _, grads, factors = measure(params, batch)

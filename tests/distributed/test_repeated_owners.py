@@ -1,5 +1,6 @@
 """Test `Distribution(owner_axes=)`, with owners on each node and only sums between nodes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -41,8 +42,9 @@ def optimizer(found, options, **where):
     options = {"damping": 1e-2, "inverse_update_period": 2} | options
     make = kfac.kfac if options.pop("spectral", False) else functools.partial(plain_kfac, nesterov=True)
     options.pop("gradients", None)  # an option of the step
-    options = {name: value for name, value in options.items() if name not in wire_of(options)}
-    return make(0.05, found, **options, distribution=kfac.Distribution(**where) if where else None)
+    if where:
+        options["distribution"] = dataclasses.replace(options.get("distribution", kfac.Distribution()), **where)
+    return make(0.05, found, **options)
 
 
 def wire_of(options):

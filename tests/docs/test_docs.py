@@ -1,5 +1,6 @@
 """Test that the documentation agrees with the package: its examples run, and its tables are complete."""
 
+import ast
 import dataclasses
 import functools
 import inspect
@@ -72,6 +73,30 @@ def test_code_of_the_pages_is_at_most_88_columns_wide():
 @pytest.fixture(scope="module")
 def curvature():
     return run_blocks("curvature.md", 8)
+
+
+def _named(node):
+    """Return the object of `kfac` that an expression such as `kfac.curvature.eigenbasis` names, or None."""
+    if isinstance(node, ast.Name):
+        return kfac if node.id == "kfac" else None
+    if isinstance(node, ast.Attribute):
+        outer = _named(node.value)
+        return None if outer is None or outer is kfac.train_step else getattr(outer, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()))
+def test_the_code_of_a_page_names_what_kfac_has(page):
+    """Check names and keywords without running the code, which slow tests do."""
+    for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            _named(node)
+            function = _named(node.func) if isinstance(node, ast.Call) else None
+            if function is not None:
+                known = inspect.signature(function).parameters
+                # `train_step` passes its other options on.
+                options = _options(kfac.kfac) | _options(kfac.natural_gradient) if function is kfac.train_step else {}
+                assert {word.arg for word in node.keywords if word.arg} <= {*known, *options}, ast.unparse(node)
 
 
 @pytest.mark.slow

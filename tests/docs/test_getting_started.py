@@ -15,6 +15,8 @@ from test_docs import DOCS, run_blocks
 
 import kfac
 
+pytestmark = pytest.mark.slow  # test_docs.py checks the names and keywords of all pages
+
 PAGE = (DOCS / "getting_started.md").read_text()
 OWN_LOOP = (DOCS / "own_loop.md").read_text()
 

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import kfac
 from checking import slow
@@ -314,3 +316,23 @@ def test_a_state_is_its_own_argument_in_a_loop():
     (params, state), due = compiled(lambda carry: jax.lax.scan(step, carry, length=14))((initial(), tx.init(initial())))
     assert due.sum() == 12 and state_of(state).count == 14
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("own", ["bfloat16", "float32"])
+def test_observe_refuses_statistics_in_another_communication_dtype(own):
+    """Check that `statistics` without the optimizer's distribution, or with another distribution, is an error."""
+    other = {"bfloat16": "float32", "float32": "bfloat16"}[own]
+    tx = kfac.scale_by_kfac(layers(), distribution=kfac.Distribution(communication_dtype=own))
+
+    def observed(dtype):
+        def local(params, batch):
+            measure = kfac.statistics(loss_fn, layers(), distribution=kfac.Distribution(communication_dtype=dtype))
+            return kfac.observe(tx.init(params), measure(params, batch))[0]
+
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        split = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.eval_shape(split, initial(), batch(0))
+
+    with pytest.raises(ValueError, match=rf"in {other}, .* communication_dtype='{own}': pass the same distribution="):
+        observed(other)
+    assert observed(own).shape == ()

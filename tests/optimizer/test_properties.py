@@ -51,7 +51,7 @@ def lengths(network):
     return sorted({*network.shape, *of_leaves, *of_loops} - {1})
 
 
-@few(8)
+@few(4)
 @given(networks())
 def test_factors_equal_brute_force(network):
     check_factors(network)

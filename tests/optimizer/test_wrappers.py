@@ -112,8 +112,13 @@ WRAPPERS = {
     "scale_by_backtracking_linesearch": (lambda tx: optax.chain(tx, optax.scale_by_backtracking_linesearch(9)), ALL),
     "scale_by_zoom_linesearch": (lambda tx: optax.chain(tx, optax.scale_by_zoom_linesearch(9)), ALL),
 }
-# Wrappers that act like another wrapper, which runs by default.
-ALIKE = "named_chain", "inject_stateful_hyperparams", "with_extra_args_support", "scale_by_zoom_linesearch"
+# Wrappers that act like another wrapper, which runs by default: the transformations behind `kfac` like `chain` and the
+# line search, the others like `inject_hyperparams`, `conditionally_transform`, `process` and `schedule_free`.
+ALIKE = {
+    "named_chain", "inject_stateful_hyperparams", "with_extra_args_support", "scale_by_zoom_linesearch",
+    "conditionally_mask", "mechanize", "add_mean_variance_to_opt",
+    "apply_every", "flatten", "galore", "prodigy", "reduce_on_plateau",
+}  # fmt: skip
 OPTIONS = {"schedule_free": {"momentum": None}, "MultiSteps": {}}
 
 

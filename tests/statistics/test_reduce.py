@@ -97,7 +97,6 @@ def shared(hook, p, x, t):
 BIASED = {"dense": {"w": (5, 6), "b": (6,)}}
 DENSE = {
     "dense": (dense, (T, 5), BIASED),
-    "a single position": (dense, (5,), BIASED),
     "two axes of positions": (dense, (2, T, 5), BIASED),
     "as many positions as examples": (dense, (N, 5), BIASED),
     "without a bias": (unbiased, (T, 5), {"w": (5, 6)}),
@@ -269,7 +268,7 @@ def test_the_block_equals_the_exact_one_on_a_linear_network(x64, loss):
 
 
 @pytest.mark.slow
-def test_micro_batches_and_single_positions(x64):
+def test_micro_batches(x64):
     params, batch = parameters(BIASED), (normal(1, 6, T, 5), normal(2, 6, 60))
     layers = kfac.find_layers(plain(dense), params, *batch, rules={"dense": "reduce"})
     fn = kfac.value_and_grad(plain(dense), layers)
@@ -277,10 +276,6 @@ def test_micro_batches_and_single_positions(x64):
     together = kfac.microbatch(fn, 2, batch_argnums=(1, 2))(params, *batch)[2]
     for a, b, c in zip(*map(jax.tree.leaves, (*parts, together)), strict=True):
         np.testing.assert_allclose((a + b) / 2, c, rtol=1e-10)
-    # A single position shares no weights.
-    single = (normal(1, N, 5), normal(2, N, 60))
-    one, other = (run(plain(dense), params, single, rules=r)[2] for r in (None, {"dense": "reduce"}))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), one, other)
 
 
 # -- the choice of layers, and errors ----------------------------------------------------------------------------------
