@@ -143,12 +143,10 @@ def find_layers(
     )
     analysis = layers_of(traced, options, find_marks(traced))
     for rule in match_rules(pairs, traced.names):
-        leaves = {traced.names[leaf] for leaf in rule.leaves}
-        positions = []
-        for layer in analysis.layers:
-            if layer.weight_sharing == "reduce" and not leaves.isdisjoint(layer.params):
-                positions.append(layer.positions)
-        if rule.value == "reduce" and set(positions) == {1}:
+        paths = {traced.names[leaf] for leaf in rule.leaves}
+        matched = [x for x in analysis.layers if not paths.isdisjoint(x.params)]
+        reduced = {x.positions for x in matched if x.weight_sharing == "reduce"}
+        if rule.value == "reduce" and reduced == {1}:
             raise ValueError(
                 f"{rule.text} has no effect: each example reads these kernels at a single position"
             )

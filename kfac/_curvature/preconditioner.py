@@ -59,7 +59,8 @@ class BlockPreconditioner(abc.ABC):
 
     Each preconditioner is a subclass, a frozen dataclass whose fields are its options. It works on a stack of `k`
     equally shaped blocks and implements three methods: `init` returns the initial state, `refresh` computes a new state
-    from the factors, and `apply` preconditions gradients with the state. The other methods have defaults. The package
+    from the factors, and `apply` preconditions gradients with the state. The other methods have defaults. A
+    preconditioner that owns the momentum implements `precondition_momentum` instead of `apply`. The package
     decides when to refresh a block and how many blocks to process at once, tries a failed block again, and handles
     several devices. JAX traces all methods.
 
@@ -157,14 +158,13 @@ class BlockPreconditioner(abc.ABC):
           state.
         """
 
-    @abc.abstractmethod
     def apply(
         self,
         state: Any,
         matrices: Array,
         damping: Array,
     ) -> Array:
-        """Precondition gradients.
+        """Precondition gradients, unless `owns_momentum` is set.
 
         Args:
           state: the state.
@@ -176,6 +176,7 @@ class BlockPreconditioner(abc.ABC):
         Returns:
           The preconditioned gradients, shaped like `matrices`.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no method `apply`")
 
     def applied_condition(self, state: Any, damping: Array) -> Array | None:
         """Return the blocks' condition numbers in a step with this damping, `[k]`, for `kfac.diagnostics`.

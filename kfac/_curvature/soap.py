@@ -139,12 +139,6 @@ class SOAP(BlockPreconditioner):
         new = state._replace(squares=squares, weight=weight, momentum=trace)
         return new, moved, cosine(last_direction, gradient)
 
-    def apply(self, state, matrices, damping):
-        """Divide the gradients by the root of the squares in the eigenbasis."""
-        rotated = self._rotated(state, matrices.mT, back=False)
-        scaled = self._scaled(state.squares, rotated, damping)
-        return self._rotated(state, scaled.astype(matrices.dtype), back=True).mT
-
     def applied_condition(self, state, damping):
         """Return the condition numbers of the blocks `sqrt(v + l)`, by which a step divides."""
         damped = self._damped(state.squares, damping)

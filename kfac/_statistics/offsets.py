@@ -42,24 +42,18 @@ class WindowAxis(NamedTuple):
         """The largest distance, in taps, between two taps that can both be inside the image."""
         return min(self.window - 1, (self.size - 1) // self.dilation)
 
-    def pair(
-        self,
-        i: int,
-        j: int,
-    ) -> Pair | None:
-        """Return the pair of taps `i` and `j`, or None if the two taps are never both inside the image."""
-        offset = (j - i) * self.dilation
-        first, last = max(0, -offset), min(self.size, self.size - offset)
-        start = max(first, i * self.dilation - self.low)
-        stop = min(last, i * self.dilation - self.low + self.out)
-        if start >= stop:
-            return None
-        strips = tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b)
-        return Pair(j - i, offset, strips)
-
     def pairs(self) -> list[Pair | None]:
-        taps = range(self.window)
-        return [self.pair(i, j) for i in taps for j in taps]
+        """Return all pairs of taps, and None for two taps that are never both inside the image."""
+        pairs: list[Pair | None] = []
+        for i, j in itertools.product(range(self.window), repeat=2):
+            offset = (j - i) * self.dilation
+            first, last = max(0, -offset), min(self.size, self.size - offset)
+            begin = i * self.dilation - self.low
+            start = max(first, begin)
+            stop = min(last, begin + self.out)
+            strips = tuple((a, b) for a, b in ((first, start), (stop, last)) if a < b)
+            pairs.append(Pair(j - i, offset, strips) if start < stop else None)
+        return pairs
 
     def partial(self) -> list[Pair]:
         """Return the distinct pairs that do not reach all positions."""

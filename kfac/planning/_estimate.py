@@ -35,8 +35,8 @@ from kfac._curvature.soap import SOAP
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.message_layout import BUCKETS, make_buckets, make_message_layout
-from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
-from kfac._factors import Block
+from kfac._distributed.owners import assign_blocks, group_costs
+from kfac._factors import Statistics
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
 from kfac._optimizer.options import Options
@@ -210,27 +210,76 @@ def estimate(
     one_in = statistics_one_in(layers, statistics_fraction, "statistics_fraction")
     period = int(affordable(layers, preconditioner, overhead, one_in, REFRESH_PRICE))
     statistics_period = statistics_period or period
+    groups = group_layers(layers)
+    costs = group_costs(groups)
+    assignments = assign_blocks(costs, devices)
+
+    def all_reduced(size: int) -> float:
+        """Return the bytes that a device sends in an all-reduce."""
+        return 2 * (devices - 1) / devices * size
+
+    def moved(sizes: Mapping[str, int], buckets: int = 1) -> int:
+        """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
+
+        Args:
+          sizes: the bytes of a block, for each group.
+          buckets: the largest number of messages.
+        """
+        total = 0
+        whole = {n: assignments[n].blocks * k for n, k in sizes.items() if k}
+        for names in make_buckets(whole, buckets):
+            layout = make_message_layout(assignments, {n: sizes[n] for n in names})
+            evenly = sum(assignments[n].full * sizes[n] for n in names)
+            total += (devices - 1) * (evenly + layout.width + layout.exchanged)
+        return total
+
+    # The bytes of a block's gradient, statistics and basis, for each group of blocks with owners.
+    kernels: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    bases: dict[str, int] = {}
+    products = 0.0
+    reduced = stored = 0
+    for group in groups:
+        elements = 4 * group.d_in * group.d_out
+        block, basis = jax.eval_shape(
+            functools.partial(_block, group, preconditioner, devices > 1)
+        )
+        size = _count_bytes(block) if group.captured else elements
+        stored += group.size * size
+        if not group.owned:
+            reduced += group.size * size
+            continue
+        kernels[group.name] = elements
+        sent[group.name] = size
+        bases[group.name] = _count_bytes(basis)
+        products += assignments[group.name].slots * applied(group.shapes)
+    work = np.zeros(devices)
+    for cost in costs:
+        work += cost.work * np.sum(assignments[cost.name].slot_mask, axis=1)
+
     examples = batch / devices
     forward = sum(map(products_of, layers))
     statistics = sum(map(statistics_of, layers))
     if one_in > 1 or statistics_period > 1:
         statistics += 2 * forward
-    blocks = _Blocks(group_layers(layers), preconditioner, devices)
     gradients = 4 * sum(layer.num_params for layer in layers)
     flops = {
         "gradients": 3 * examples * forward,
         "statistics": examples / one_in * statistics,
-        **blocks.flops,
+        "preconditioning": preconditioner.products * products,
+        "refresh": preconditioner.flops_per_cube * float(max(work)),
     }
     messages = {
-        "gradients": blocks.all_reduced(gradients),
-        **blocks.messages,
+        "gradients": all_reduced(gradients),
+        "preconditioning": moved(kernels),
+        "statistics": moved(sent, BUCKETS) + all_reduced(reduced),
+        "refresh": moved(bases),
     }
     memory = {
         "parameters": gradients,
         "gradients": gradients,
-        "state": _state_bytes(layers, blocks),
-        "statistics": blocks.statistics,
+        "state": _state_bytes(layers, preconditioner, devices),
+        "statistics": stored,
     }
     return Estimate(
         devices,
@@ -244,106 +293,19 @@ def estimate(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """The blocks of a run, and what they cost on the devices.
-
-    Attributes:
-      groups: the groups of equal blocks.
-      preconditioner: the preconditioner of Kronecker blocks.
-      devices: the number of devices.
-    """
-
-    groups: tuple[Group, ...]
-    preconditioner: BlockPreconditioner
-    devices: int
-
-    @functools.cached_property
-    def assignments(self) -> dict[str, BlockAssignment]:
-        """How each group's blocks are dealt to the devices."""
-        return assign_blocks(group_costs(self.groups), self.devices)
-
-    @property
-    def flops(self) -> dict[str, float]:
-        """FLOPs of the busiest device for preconditioning and for a refresh."""
-        products = 0.0
-        for group in self.groups:
-            if group.owned:
-                slots = self.assignments[group.name].slots
-                products += slots * applied(group.shapes)
-        work = np.zeros(self.devices)
-        for cost in group_costs(self.groups):
-            work += cost.work * np.sum(self.assignments[cost.name].slot_mask, axis=1)
-        return {
-            "preconditioning": self.preconditioner.products * products,
-            "refresh": self.preconditioner.flops_per_cube * float(max(work)),
-        }
-
-    @property
-    def messages(self) -> dict[str, float]:
-        """Bytes that a device sends for preconditioned gradients, statistics and new bases."""
-        gradients = {}
-        statistics = {}
-        bases = {}
-        reduced = 0
-        for group in self.groups:
-            size = self.statistics_of(group)
-            if not group.owned:
-                reduced += group.size * size
-                continue
-            gradients[group.name] = 4 * group.d_in * group.d_out
-            statistics[group.name] = size
-            basis = jax.eval_shape(functools.partial(self.basis, group))
-            bases[group.name] = _count_bytes(basis)
-        return {
-            "preconditioning": self.moved(gradients),
-            "statistics": self.moved(statistics, BUCKETS) + self.all_reduced(reduced),
-            "refresh": self.moved(bases),
-        }
-
-    @property
-    def statistics(self) -> int:
-        """Bytes of all blocks' statistics."""
-        return sum(group.size * self.statistics_of(group) for group in self.groups)
-
-    def statistics_of(self, group: Group) -> int:
-        """Return the bytes of a block's statistics. Several devices hold and send them packed."""
-        if not group.captured:
-            return 4 * group.d_in * group.d_out
-        shapes = tuple(group.shapes.values())
-
-        def stored():
-            block = self.zeros(group)
-            return block if self.devices == 1 else block.packed(shapes)
-
-        return _count_bytes(jax.eval_shape(stored))
-
-    def zeros(self, group: Group) -> Block:
-        """Return a block's statistics before the first batch."""
-        return group.zeros(1, jnp.float32, group.moments(self.preconditioner))
-
-    def basis(self, group: Group) -> PyTree:
-        """Return a block's basis, which all devices need, or None."""
-        return self.preconditioner.basis(self.preconditioner.init(self.zeros(group)))
-
-    def all_reduced(self, size: int) -> float:
-        """Return the bytes that a device sends in an all-reduce."""
-        return 2 * (self.devices - 1) / self.devices * size
-
-    def moved(self, sizes: Mapping[str, int], buckets: int = 1) -> int:
-        """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
-
-        Args:
-          sizes: the bytes of a block, for each group.
-          buckets: the largest number of messages.
-        """
-        total = 0
-        whole = {n: self.assignments[n].blocks * k for n, k in sizes.items() if k}
-        for names in make_buckets(whole, buckets):
-            layout = make_message_layout(self.assignments, {n: sizes[n] for n in names})
-            evenly = sum(self.assignments[n].full * sizes[n] for n in names)
-            total += (self.devices - 1) * (evenly + layout.width + layout.exchanged)
-        return total
+def _block(
+    group: Group,
+    preconditioner: BlockPreconditioner,
+    several: bool,
+) -> tuple[Statistics, PyTree]:
+    """Return a block's statistics, packed for `several` devices, and its basis, which all devices need."""
+    block = group.zeros(1, jnp.float32, group.moments(preconditioner))
+    basis = None
+    if group.owned:
+        basis = preconditioner.basis(preconditioner.init(block))
+    if several:
+        return block.packed(tuple(group.shapes.values())), basis
+    return block, basis
 
 
 def _count_bytes(tree: PyTree) -> int:
@@ -351,12 +313,16 @@ def _count_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _state_bytes(layers: Layers, blocks: _Blocks) -> int:
+def _state_bytes(
+    layers: Layers,
+    preconditioner: BlockPreconditioner,
+    devices: int,
+) -> int:
     """Return the bytes of a device's state, with momentum."""
-    mesh = AbstractMesh((blocks.devices,), ("devices",))
+    mesh = AbstractMesh((devices,), ("devices",))
     comm = CommContext(("devices",), ("devices",))
-    options = Options(preconditioner=blocks.preconditioner, momentum=0.9)
-    settings = Settings(layers, blocks.preconditioner, Distribution(), True)
+    options = Options(preconditioner=preconditioner, momentum=0.9)
+    settings = Settings(layers, preconditioner, Distribution(), True)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
     own = _count_bytes((state.owned, state.flat_state))
-    return own // blocks.devices + _count_bytes((state.replicated, state.bases))
+    return own // devices + _count_bytes((state.replicated, state.bases))

@@ -87,7 +87,7 @@ def test_six_products_of_parts_are_as_exact_as_float32(monkeypatch):
     np.testing.assert_allclose(found.mT @ found, np.eye(100)[None], atol=2e-6)
 
 
-@pytest.mark.parametrize("power", [1, 1.2])
+@pytest.mark.parametrize("power", [pytest.param(1, marks=pytest.mark.slow), 1.2])
 def test_columns_are_orthonormal_with_products_of_parts(monkeypatch, power):
     """Check factors with a few large eigenvalues, as networks often have. Their columns are nearly parallel.
 
