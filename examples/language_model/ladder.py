@@ -409,11 +409,12 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
 
 
 def report(store: Store) -> None:
-    """Print the best run of each method on each rung, and K-FAC's lead over it."""
+    """Print the best run of each method on each rung with K-FAC's lead over it, and then all settings of K-FAC."""
+    found = store.curves()
     columns = *Rung._fields, "seed", "at step", "method", "rate", "Adam", "loss", "K-FAC's lead in nats", "in steps"
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
-    for rung, seed, step, best in comparisons(store.curves()):
+    for rung, seed, step, best in comparisons(found):
         for method, (run, curve) in best.items():
             ours = "| "
             if method != "kfac" and "kfac" in best:
@@ -422,17 +423,27 @@ def report(store: Store) -> None:
             numbers = " | ".join(f"{number:,}" for number in (*rung, seed, step))
             multiple = f"{run.adam:g}" if method in ("muon", "soap") else ""
             print(f"| {numbers} | {method} | {run.rate:g} | {multiple} | {value_at(curve, step):.3f} | {ours} |")
+    columns = *Rung._fields, "seed", "rules", "rate", "at step", "loss"
+    print(f"\n| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+    for run, curve in sorted(found.items()):
+        if run.method == "kfac":
+            numbers = " | ".join(f"{number:,}" for number in (*run.rung, run.seed))
+            rules = " ".join(f"{pattern}={factor:g}" for pattern, factor in run.rules)
+            escaped = rules.replace("|", "\\|")
+            last = curve[-1]
+            print(f"| {numbers} | {escaped} | {run.rate:g} | {last['step']} | {last['validation']:.3f} |")
 
 
 def plot(store: Store, figure: Path) -> None:
-    """Draw the loss of each method's best run on each rung, and the mean stable rank of its steps."""
+    """Draw the loss of each method's best run on each rung that reached its last step, and its steps' stable rank."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = [x for x in comparisons(store.curves()) if x.seed == 0]
-    picture, axes = plt.subplots(2, len(found), figsize=(3 * len(found), 5), squeeze=False, sharex="col",
+    found = [x for x in comparisons(store.curves()) if x.seed == 0 and x.step == x.rung.steps]
+    picture, axes = plt.subplots(2, len(found), figsize=(3 * len(found), 5), squeeze=False, sharey="row",
                                  layout="constrained")  # fmt: skip
     for (upper, lower), (rung, _, _, best) in zip(axes.T, found, strict=True):
         for number, method in enumerate(METHODS):
@@ -444,8 +455,8 @@ def plot(store: Store, figure: Path) -> None:
             upper.plot(steps, [row["validation"] for row in curve], ".-", color=color, label=label)
             known = [row for row in curve if "kernels" in row]
             ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
-            lower.semilogy([row["step"] for row in known], ranks, ".-", color=color)
-        upper.set_title(f"width {rung.width}, {rung.blocks} blocks, {rung.context} x {rung.tokens:,}", fontsize=8)
+            lower.plot([row["step"] for row in known], ranks, ".-", color=color)
+        upper.set_title(f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}", fontsize=8)
         upper.legend(fontsize=7)
         lower.set_xlabel("step")
         for axis in (upper, lower):

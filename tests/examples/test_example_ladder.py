@@ -101,6 +101,7 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "| 16 | 2 | 8 | 300 | 32 | 12 | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
     assert "| muon | 0.03 | 1 | 4.500 | +1.500 | 4 |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
     main(ladder, "plot", tmp_path)
     assert (tmp_path / "figure.png").is_file()
 
