@@ -1,45 +1,19 @@
-"""Save a GPU programme's rows, as JSON and as a Markdown page."""
+"""Save a GPU programme's rows as JSON, and show them as a Markdown page."""
 
 from __future__ import annotations
 
-import argparse
+import concurrent.futures
 import datetime
 import json
-import math
 import os
 import pathlib
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 Row = dict[str, Any]
-
-
-class Setting(NamedTuple):
-    """A method and its rate, as in `kfac:0.1`."""
-
-    method: str
-    rate: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}, rate {self.rate:g}"
-
-
-def setting(text: str) -> Setting:
-    """Parse a `Setting`. The function serves as an `argparse` type."""
-    method, _, number = text.partition(":")
-    try:
-        rate = float(number)
-    except ValueError:
-        rate = math.nan
-    if method not in ("kfac", "muon") or not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: the method must be kfac or muon, with a positive rate, as in kfac:0.1"
-        )
-    return Setting(method, rate)
 
 
 def output_folder(rehearse: bool) -> pathlib.Path:
@@ -54,11 +28,10 @@ class Record:
     the time limit the process ends with code 3.
 
     Args:
-      folder: the folder for `<programme>.json` and `<programme>.md`. An earlier JSON file there becomes
-        `<programme>.before.json`.
+      folder: the folder for `<programme>.json`. An earlier file there becomes `<programme>.before.json`.
       programme: the programme's letter.
       minutes: the time limit, counted from now.
-      have: a JSON file from an earlier call. Its rows are not measured again.
+      have: a folder with an earlier call's `<programme>.json`, whose rows are not measured again; or None.
       command: the command line, for the page.
     """
 
@@ -78,10 +51,9 @@ class Record:
             "tables": {},
             "to repeat": {},
         }
-        if have is not None:
-            earlier = json.loads(have.read_text())
-            self.found["tables"] = earlier["tables"]
-            self.found["about"] = earlier["about"]
+        earlier = read(have, programme)
+        self.found["tables"] = earlier.get("tables", {})
+        self.found["about"] = earlier.get("about", {})
         if self.path.exists():
             self.path.replace(self.path.with_suffix(".before.json"))
         self.doing = "the start"
@@ -143,6 +115,15 @@ class Record:
             return False
         return True
 
+    def keep(self, name: str, curve: list[Any]) -> None:
+        """Save the curve of a run that has not ended, in case the time ends first. An empty curve deletes it."""
+        with self.lock:
+            unfinished = self.found.setdefault("unfinished", {})
+            unfinished.pop(name, None)
+            if curve:
+                unfinished[name] = curve
+            self._save()
+
     def repeat(self, table: str, name: str, why: str) -> None:
         """List a row under "to repeat"."""
         self.say(f"NOT MEASURED {table} | {name}: {why}")
@@ -163,7 +144,41 @@ class Record:
     def _save(self) -> None:
         self.found["seconds"] = round(self.seconds, 1)
         self.path.write_text(json.dumps(self.found, indent=2) + "\n")
-        self.path.with_suffix(".md").write_text(page(self.found))
+
+
+def compile_together(record: Record, programs: dict[str, tuple[Any, tuple[Any, ...]]], pretended: float) -> Row:
+    """Compile functions for arrays of given shapes in parallel threads.
+
+    Args:
+      record: the record, which says when each program is ready.
+      programs: pairs of a function from `jax.jit` and its arguments or their shapes.
+      pretended: seconds to wait after each, with which a rehearsal imitates a GPU's compile time.
+
+    Returns:
+      The compiled programs by name.
+    """
+    record.doing = "compiling"
+
+    def compiled(name: str) -> Any:
+        function, arguments = programs[name]
+        began = time.monotonic()
+        result = function.lower(*arguments).compile()
+        time.sleep(pretended)
+        record.say(f"compiled {name} in {time.monotonic() - began:.1f} s")
+        return result
+
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(len(programs)) as pool:
+        done = dict(zip(programs, pool.map(compiled, programs), strict=True))
+    record.about("seconds to compile", round(time.monotonic() - began, 1))
+    return done
+
+
+def read(folder: pathlib.Path | None, programme: str) -> dict[str, Any]:
+    """Return what an earlier call has saved of a programme, or nothing."""
+    if folder is None or not (path := folder / f"{programme}.json").is_file():
+        return {}
+    return json.loads(path.read_text())
 
 
 def page(found: dict[str, Any]) -> str:

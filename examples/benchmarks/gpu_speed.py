@@ -1,16 +1,18 @@
-"""Time training steps on a GPU, compare them with a CPU's, and profile their kernels (programmes A and C)."""
+"""Time training steps on a GPU, compare them with a CPU's, and profile their kernels (programmes A, C and D)."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import functools
+import json
 import math
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ INVERSES = {
     "Eigh": (kfac.Eigh(), 0.02),
     "EKFAC": (kfac.EKFAC(), 0.02),
 }
+FOLDER = pathlib.Path(__file__).resolve().parent
+EXAMPLES = FOLDER.parent
 LOOP = "kfac.train_step"
 # From this step on, the interval between statistics no longer grows. It doubles until it reaches at most 16 steps.
 GROWN = 96
@@ -88,6 +92,7 @@ def three_steps(preconditioner: Any) -> list[np.ndarray]:
 
 def start_reference(folder: pathlib.Path) -> subprocess.Popen[bytes]:
     """Start a process that computes `three_steps` on a CPU and writes them to `reference.npz`."""
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--reference", str(folder / "reference.npz")]
     paths = [str(pathlib.Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
     variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -113,8 +118,8 @@ def disagreement(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], li
     }
 
 
-def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None:
-    """Add a row for each preconditioner to the record."""
+def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes], folder: pathlib.Path) -> None:
+    """Add a row for each preconditioner to the record. `folder` is that of `start_reference`."""
     title = "Three steps against a CPU"
 
     def row(name: str) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def compare_with_cpu(record: Record, reference: subprocess.Popen[bytes]) -> None
         found = three_steps(preconditioner)
         if reference.wait(timeout=max(1.0, record.left)):
             raise RuntimeError("the steps on the CPU failed")
-        with np.load(record.folder / "reference.npz") as truth:
+        with np.load(folder / "reference.npz") as truth:
             expected = [truth[f"{name}-{k}"] for k in range(len(found))]
         return disagreement(found, expected, limit)
 
@@ -344,12 +349,13 @@ def profile(record: Record, model: str, row: str, program: Program, number: int 
     if title in record.found["tables"]:
         return
     jax.block_until_ready(program.run())
-    folder = record.folder / f"profile-{model}-{row}"
-    with jax.profiler.trace(str(folder)):
-        for _ in range(number):
-            last = program.run()
-        jax.block_until_ready(last)
-    events = device_events(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(number):
+                last = program.run()
+            jax.block_until_ready(last)
+        [trace] = pathlib.Path(folder).rglob("*.xplane.pb")
+        events = device_events(trace)
     times: dict[str, list[float]] = {}
     for event in events:
         times.setdefault(event.name, []).append(event.duration)
@@ -398,6 +404,46 @@ def gaps(events: Sequence[Event]) -> list[float]:
             found.append(event.start - end)
         end = event.start + event.duration if end == math.inf else max(end, event.start + event.duration)
     return found
+
+
+# -- a step at a batch of 131,072 --------------------------------------------------------------------------------------
+
+
+def step_at_128k(record: Record, options: argparse.Namespace) -> None:
+    """Add the seconds and the memory for a step of the bs128k recipe on a single device."""
+    table = "One step of ResNet-50 at a batch of 131,072"
+    if options.rehearse:
+        sizes = ["--global-batch", "64", "--local-batch", "32", "--image-size", "32"]
+    else:
+        sizes = ["--global-batch", "131072", "--local-batch", "256", "--image-size", "224", "--dtype", "bfloat16"]
+
+    def images_of_the_device() -> dict[str, Any]:
+        command = [sys.executable, str(FOLDER / "large_batch_step.py"), *sizes]
+        return json.loads(_output(command, record).splitlines()[-1])
+
+    def whole_example() -> dict[str, Any]:
+        command = [sys.executable, str(EXAMPLES / "imagenet" / "train.py"), "--config", "bs128k", "--data", "synthetic"]
+        command += ["--steps", "1", "--output", str(options.scratch / "bs128k")]
+        if options.rehearse:
+            command += ["--global-batch", "64", "--local-batch", "32", "--image-size", "32", "--arch", "resnet20"]
+            command += ["--synthetic-images", "64"]
+        else:
+            command += ["--local-batch", "256", "--synthetic-images", "131072"]
+        began = time.perf_counter()
+        said = _output(command, record)
+        return {"seconds with start and compiling": time.perf_counter() - began, "said": said.splitlines()[-1][:200]}
+
+    record.measure(table, "images made on the device", images_of_the_device, needs=120 if not options.rehearse else 0)
+    record.measure(table, "examples/imagenet/train.py", whole_example, needs=120 if not options.rehearse else 0)
+
+
+def _output(command: list[str], record: Record) -> str:
+    """Run a command; return its output. If it fails, the error contains the last lines of its stderr."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, record.left - 5))
+    print(done.stdout, done.stderr, flush=True)
+    if done.returncode:
+        raise RuntimeError(f"code {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""Train K-FAC and Muon in turn on a GPU (programmes B, C and D)."""
+"""Train a GPT with variants of K-FAC and Muon on a GPU (programmes B and E).
+
+Programme E asks which part of K-FAC loses nats on a GPT of 92 million parameters: all variants are scalar arguments of
+one compiled step per method, so a variant costs its steps only. Programme B then trains the best variants for longer,
+K-FAC through `kfac.train_step`, as a user would.
+"""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import copy
 import functools
-import json
 import pathlib
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import environment  # noqa: F401, isort: skip; before JAX is imported
 
@@ -21,78 +26,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import gpu_variants
 import kfac
-from gpu_record import Record, Setting
+from gpu_record import Record, compile_together, read
+from gpu_variants import KERNELS, KINDS, TABLES, Variant
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-EXAMPLES = FOLDER.parent
-sys.path[:0] = [str(EXAMPLES / folder) for folder in ("language_model", "cifar10")]
+sys.path[:0] = [str(FOLDER.parent / folder) for folder in ("language_model", "large_batch")]
 
+import methods  # noqa: E402
 from transformer import Transformer  # noqa: E402
 
-# Milliseconds per step if programme A has not measured them: the program's bound plus a third.
-FORECAST = {"kfac": 50.0, "muon": 50.0}
+# Milliseconds per step before the first run has measured them: those of the H200, rounded up.
+FORECAST = {"kfac": 55.0, "muon": 45.0}
+LOOKS = 10
+# The loss is averaged over these ranges of positions in the context. Copying from the context only helps late ones.
+RANGES = {"first 64": slice(0, 64), "64 to 256": slice(64, 256), "rest": slice(256, None)}
 
 
-# -- B: a GPT on Python sources ----------------------------------------------------------------------------------------
-
-
-def muon(rate: optax.Schedule) -> optax.GradientTransformation:
-    """Return Muon for a `Transformer`. Adam updates tables and vectors at 0.3 times the rate.
-
-    Each kernel in a stack is a separate matrix.
-    """
-
-    def dimensions(params: Any) -> Any:
-        def of(path: Any, leaf: Any) -> Any:
-            stacked = "blocks" in jax.tree_util.keystr(path)
-            if not stacked or leaf.ndim < 3:
-                return None
-            return optax.contrib.MuonDimensionNumbers(1, 2)
-
-        return jax.tree_util.tree_map_with_path(of, params)
-
-    def adam_rate(count: Any) -> Any:
-        return 0.3 * rate(count)
-
-    return optax.contrib.muon(
-        rate, adam_b2=0.95, adam_learning_rate=adam_rate, muon_weight_dimension_numbers=dimensions
-    )
-
-
-class Trained(NamedTuple):
-    """A method's two compiled functions."""
-
-    init: Callable[..., Any]
-    step: Callable[..., Any]
-
-
-def prepare(chosen: Setting, loss_fn: Any, params: Any, batch: Any, horizon: int) -> Trained:
-    """Return a method's functions. The rate rises for a tenth of `horizon` steps, and then falls to zero."""
-    rate = kfac.schedules.warmup_linear_decay(chosen.rate, horizon)
-    if chosen.method == "kfac":
-        step = kfac.train_step(loss_fn, rate, verbose=False, donate=True)
-        return Trained(step.init, step)
-    tx = muon(rate)
-
-    def plain(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return Trained(jax.jit(lambda params, batch: tx.init(params)), jax.jit(plain, donate_argnums=(0, 1)))
-
-
-def compile_by_running(trained: Trained, params: Any, batch: Any, pretended: float) -> float:
-    """Run two steps, so that every program is compiled. Return the seconds for this."""
-    began = time.perf_counter()
-    params = jax.tree.map(jnp.copy, params)  # steps donate them
-    state = trained.init(params, batch)
-    for _ in range(2):
-        params, state, loss = trained.step(params, state, batch)
-    jax.block_until_ready(loss)
-    time.sleep(pretended)
-    return time.perf_counter() - began
+# -- the text and the network ------------------------------------------------------------------------------------------
 
 
 class Text:
@@ -118,6 +70,10 @@ class Text:
         return self.cut(self.tokens, starts)
 
 
+def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
 def gpt(vocabulary: pathlib.Path, small: bool) -> tuple[Transformer, int, Any]:
     """Return the GPT, the number of sequences per batch, and the initial parameters."""
     with np.load(vocabulary) as found:
@@ -135,19 +91,24 @@ def gpt(vocabulary: pathlib.Path, small: bool) -> tuple[Transformer, int, Any]:
     return model, sequences, jax.jit(at_start)(jax.random.key(0))
 
 
-def text_of(output: pathlib.Path, vocabulary: pathlib.Path) -> pathlib.Path:
+def text_of(folder: pathlib.Path, vocabulary: pathlib.Path) -> pathlib.Path:
     """Return the path of the token file for a vocabulary."""
-    return output / f"tokens-{zlib.crc32(vocabulary.read_bytes()):08x}.npz"
+    return folder / f"tokens-{zlib.crc32(vocabulary.read_bytes()):08x}.npz"
 
 
-def start_encoding(vocabulary: pathlib.Path, text: pathlib.Path) -> subprocess.Popen[str]:
-    """Start a process that writes the tokens to the file `text`."""
+def start_encoding(vocabulary: pathlib.Path, text: pathlib.Path) -> subprocess.Popen[str] | None:
+    """Start a process that writes the tokens to the file `text`, unless the file exists."""
+    if text.is_file():
+        return None
+    text.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(FOLDER / "gpu_text.py"), "encode", str(vocabulary), str(text)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def finish_encoding(record: Record, encoding: subprocess.Popen[str]) -> None:
+def finish_encoding(record: Record, encoding: subprocess.Popen[str] | None) -> None:
     """Wait for the process from `start_encoding`, and record the text's size."""
+    if encoding is None:
+        return
     record.doing = "encoding the text"
     said, _ = encoding.communicate(timeout=max(1.0, record.left - 5))
     if encoding.returncode:
@@ -155,183 +116,433 @@ def finish_encoding(record: Record, encoding: subprocess.Popen[str]) -> None:
     record.about("text", said.strip())
 
 
-def evaluator(model: Transformer) -> Callable[..., Any]:
-    """Return a compiled function that computes the mean loss over a text's parts."""
-    return jax.jit(lambda params, parts: jax.lax.map(lambda part: model.loss(params, part), parts).mean())
+def kind_of(path: Any) -> str:
+    """Return the kind of a parameter from its path. A kernel's bias has the kind of the kernel."""
+    names = [str(key.key) for key in path]
+    return next((kind for kind in (*KERNELS, *TABLES) if kind in names), "vectors")
 
 
-def train_gpt(record: Record, options: argparse.Namespace) -> None:
-    """Train each of `--runs` in turn on the same batches; add a row with a curve for each."""
-    model, sequences, params = gpt(options.vocabulary, options.rehearse)
-    text = text_of(options.output, options.vocabulary)
-    encoding = None if text.is_file() else start_encoding(options.vocabulary, text)
-    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
-    horizons = {one: horizon_of(one, options) for one in options.runs}
-    methods = {one: prepare(one, model.loss, params, batch, horizons[one]) for one in options.runs}
-    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
-    record.doing = "compiling"
-    evaluate = evaluator(model)
-    with concurrent.futures.ThreadPoolExecutor(len(methods) + 1) as pool:
-        held = jnp.zeros((8, *batch.shape), jnp.int32)
-        looking = pool.submit(lambda: jax.block_until_ready(evaluate(params, held)))
-        compiling = {
-            one: pool.submit(compile_by_running, method, params, batch, options.compile_seconds)
-            for one, method in methods.items()
+def losses_by_position(model: Transformer, params: Any, parts: Any) -> jax.Array:
+    """Return the mean loss at each position, `[context]`, over texts `[parts, sequences, context + 1]`."""
+
+    def of(tokens: Any) -> jax.Array:
+        log = jax.nn.log_softmax(model.logits(params, tokens[:, :-1]))
+        return -jnp.take_along_axis(log, tokens[:, 1:, None], -1)[..., 0].mean(0)
+
+    return jax.lax.map(of, parts).mean(0)
+
+
+# -- what a step looks like --------------------------------------------------------------------------------------------
+
+
+def spectral_norm(matrices: jax.Array, iterations: int = 40) -> jax.Array:
+    """Estimate the largest singular values of `[k, m, n]` from below, by power iteration in float32."""
+    start = jax.random.normal(jax.random.key(0), (len(matrices), matrices.shape[-1]))
+    product = functools.partial(jnp.einsum, precision="highest")
+
+    def iterate(_: Any, vectors: jax.Array) -> jax.Array:
+        images = product("kmn,kn->km", matrices, vectors)
+        vectors = product("kmn,km->kn", matrices, images)
+        return vectors / (jnp.linalg.norm(vectors, axis=1, keepdims=True) + 1e-30)
+
+    vectors = jax.lax.fori_loop(0, iterations, iterate, iterate(0, start))
+    return jnp.linalg.norm(product("kmn,kn->km", matrices, vectors), axis=1)
+
+
+def facts_of_step(before: Any, after: Any) -> dict[str, dict[str, jax.Array]]:
+    """Return facts of a step for each kind of parameter.
+
+    Returns:
+      For the kernels of each kind `[blocks]`: the step's stable rank `|step|_F^2 / |step|_2^2`, and the step's norm
+      over the kernel's, in the Frobenius and in the spectral norm. For a table `[1]`: the root mean square of the step,
+      and the ratio of norms.
+    """
+    facts: dict[str, dict[str, jax.Array]] = {}
+    for kind in KERNELS:
+        kernel = before["blocks"][kind]["kernel"].astype(jnp.float32)
+        step = after["blocks"][kind]["kernel"].astype(jnp.float32) - kernel
+        frobenius, spectral = jnp.linalg.norm(step, axis=(1, 2)), spectral_norm(step)
+        facts[kind] = {
+            "stable rank": (frobenius / jnp.maximum(spectral, 1e-30)) ** 2,
+            "|step|/|w|": frobenius / jnp.linalg.norm(kernel, axis=(1, 2)),
+            "spectral |step|/|w|": spectral / spectral_norm(kernel),
         }
-        for one, future in compiling.items():
-            future.add_done_callback(functools.partial(_say_compiled, record, one.name))
-    looking.result()
-    if encoding is not None:
-        record.say("compiled; waiting for the text")
-        finish_encoding(record, encoding)
-    batches = Text(text, model.context, sequences)
-    jax.block_until_ready(batches.batch(0))
-    for one, method in methods.items():
-        if compiling[one].exception():
-            record.repeat("Training", one.name, f"compiling failed: {str(compiling[one].exception())[:300]}")
-            continue
-        needs = 1e-3 * horizons[one] * milliseconds_of(one, options)
-        look = functools.partial(evaluate, parts=batches.held)
-        run = functools.partial(train_one, record, one, method, params, batches.batch, look, horizons[one])
-        if record.measure("Training", one.name, run, needs=needs):
-            row = record.row("Training", one.name)
-            record.add("Training", one.name, row | {"compiling s": compiling[one].result()})
+    for kind in TABLES:
+        step = after[kind] - before[kind]
+        ratio = jnp.linalg.norm(step) / jnp.linalg.norm(before[kind])
+        facts[kind] = {"rms of step": jnp.sqrt(jnp.mean(step**2))[None], "|step|/|w|": ratio[None]}
+    return facts
 
 
-def _say_compiled(record: Record, name: str, _: Any) -> None:
-    record.say(f"compiled {name}")
+def multipliers_of(state: Any) -> dict[str, np.ndarray]:
+    """Return the adaptive multipliers of the learning rate for each kind of parameter, from `kfac.kfac`'s state."""
+    kept = kfac_state(state)
+    found: dict[str, list[np.ndarray]] = {}
+    for group in kept.settings.groups:
+        rates = np.asarray(kept.blocks[group.name].momentum_state.rate).ravel()
+        ends = np.cumsum(group.counts)[:-1]
+        for layer, part in zip(group.layers, np.split(rates, ends), strict=True):
+            kind = next((kind for kind in KINDS if kind in layer.name.split("/")), "vectors")
+            found.setdefault(kind, []).append(part)
+    return {kind: np.concatenate(parts) for kind, parts in found.items()}
 
 
-def _rows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
-    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+def kfac_state(state: Any) -> Any:
+    """Return the part of `kfac.kfac`'s state that holds the blocks."""
+    [kept] = [part for part in state if isinstance(part, kfac.state.KfacState)]
+    return kept
 
 
-def milliseconds_of(chosen: Setting, options: argparse.Namespace) -> float:
-    """Return the milliseconds per step that programme A has measured, or a forecast."""
-    tables = json.loads(options.speed.read_text())["tables"] if options.speed else {}
-    measured = tables.get("gpt-124m, milliseconds", {}).get("kfac.train_step" if chosen.method == "kfac" else "muon")
-    return measured["ms"] if measured else FORECAST[chosen.method]
+def in_short(values: Any) -> list[float]:
+    """Return the first, the median and the last of some numbers, with four digits."""
+    values = np.asarray(values, float).ravel()
+    return [float(f"{x:.4g}") for x in (values[0], np.median(values), values[-1])]
 
 
-def horizon_of(chosen: Setting, options: argparse.Namespace) -> int:
-    """Return the number of steps that fit into `--seconds`."""
-    if options.rehearse:
-        return 20
-    return round(1e3 * options.seconds / milliseconds_of(chosen, options))
+# -- methods -----------------------------------------------------------------------------------------------------------
 
 
-def train_one(
-    record: Record,
-    chosen: Setting,
-    trained: Trained,
-    params: Any,
-    batch_of: Callable[[int], Any],
-    evaluate: Callable[[Any], Any],
-    horizon: int,
-) -> dict[str, Any]:
-    """Train for `horizon` steps; return the row. Its seconds exclude evaluations on the validation text."""
+class Runner(NamedTuple):
+    """A method with its settings.
+
+    Attributes:
+      init: returns the optimizer's state for parameters and a batch.
+      step: returns parameters, state and loss after a step, from parameters, state, a batch and the step's number.
+      multipliers: returns the adaptive multipliers of a state by kind; None for Muon.
+    """
+
+    init: Callable[[Any, Any], Any]
+    step: Callable[[Any, Any, Any, int], Any]
+    multipliers: Callable[[Any], dict[str, np.ndarray]] | None
+
+
+class Scalars(NamedTuple):
+    """The traced settings of a K-FAC or Muon step. `multipliers` has an entry for each leaf's kind."""
+
+    rate: Any
+    horizon: Any
+    momentum: Any
+    squares: Any
+    multipliers: dict[str, Any]
+
+
+class TracedDecay(kfac.SOAP):
+    """`kfac.SOAP` with a traced decay of the squares, which is `now` while a step is traced."""
+
+    now: ClassVar[Any] = 0.95
+
+    def precondition_momentum(self, *arguments: Any) -> Any:
+        traced = copy.copy(self)
+        object.__setattr__(traced, "decay", self.now)  # `SOAP` is frozen, and accepts numbers only
+        return super(TracedDecay, traced).precondition_momentum(*arguments)
+
+
+def kfac_step(loss_fn: Any, layers: kfac.Layers, params: Any, state: Any, batch: Any, scalars: Scalars) -> Any:
+    """Make a step of `kfac.kfac` with traced settings, as `kfac.train_step` does with constants."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    TracedDecay.now = scalars.squares
+    updates, state = traced_kfac(layers, scalars).update(grads, state, params)
+    return _moved(params, updates, scalars.multipliers), state, loss
+
+
+def traced_kfac(layers: kfac.Layers, scalars: Scalars) -> Any:
+    rate = methods.schedule(scalars.rate, scalars.horizon)
+    return kfac.kfac(rate, layers, momentum=scalars.momentum, preconditioner=TracedDecay())
+
+
+def observe(measure: Any, params: Any, state: Any, batch: Any, decay: Any) -> Any:
+    """Take statistics and refresh all bases, whatever interval the state knows: the host decides when."""
+    state = optax.tree.set(state, factor_ema_decay=decay, refresh_due=jnp.ones((), bool))
+    return kfac.observe(state, measure(params, batch))
+
+
+def muon(rate: optax.Schedule, adam: float = 1.0) -> optax.GradientTransformation:
+    """Return Muon for a `Transformer`. Adam updates tables and vectors at `adam` times the rate.
+
+    Each kernel in a stack is a separate matrix.
+    """
+
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, leaf: Any) -> Any:
+            return optax.contrib.MuonDimensionNumbers(1, 2) if is_stacked_kernel(path, leaf) else None
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(
+        rate,
+        adam_b2=0.95,
+        adam_learning_rate=lambda count: adam * rate(count),
+        muon_weight_dimension_numbers=dimensions,
+    )
+
+
+def is_stacked_kernel(path: Any, leaf: Any) -> bool:
+    return "blocks" in jax.tree_util.keystr(path) and leaf.ndim >= 3
+
+
+def muon_step(loss_fn: Any, params: Any, state: Any, batch: Any, scalars: Scalars) -> Any:
+    """Make a step of Muon. `multipliers` has `kernels`, and `adam` for all other parameters."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, state = muon(methods.schedule(scalars.rate, scalars.horizon)).update(grads, state, params)
+
+    def moved(path: Any, leaf: Any, update: Any) -> Any:
+        kind = "kernels" if is_stacked_kernel(path, leaf) else "adam"
+        return leaf + scalars.multipliers[kind] * update
+
+    return jax.tree_util.tree_map_with_path(moved, params, updates), state, loss
+
+
+def _moved(params: Any, updates: Any, multipliers: dict[str, Any]) -> Any:
+    def of(path: Any, leaf: Any, update: Any) -> Any:
+        return leaf + multipliers[kind_of(path)] * update
+
+    return jax.tree_util.tree_map_with_path(of, params, updates)
+
+
+def scalars_of(chosen: Variant, horizon: int) -> Scalars:
+    """Return a variant's traced settings."""
+    settings = chosen.settings
+    if chosen.method == "muon":
+        multipliers = {"kernels": 1.0, "adam": settings["adam"]}
+    else:
+        multipliers = {kind: chosen.multiplier(kind) for kind in KINDS}
+    scalars = Scalars(chosen.rate, horizon, settings.get("momentum", 0.0), settings.get("squares", 0.0), multipliers)
+    return jax.tree.map(jnp.float32, scalars)
+
+
+def is_due(number: int, interval: int) -> bool:
+    """Return whether statistics precede step `number`, counted from 0.
+
+    As in `kfac.kfac`, the interval is 1 for ten steps, 2 until step 20, 4 until step 40, and so on up to `interval`.
+    """
+    return number % min(interval, 1 << (number // 10).bit_length()) == 0
+
+
+def traced_runners(
+    record: Record, options: argparse.Namespace, model: Transformer, params: Any, batch: Any
+) -> tuple[Callable[[Variant], Runner], dict[str, Any]]:
+    """Compile one program per method for all of programme E's variants.
+
+    Returns:
+      A function that returns a variant's `Runner`, and the programs `"losses"` and `"facts"`.
+    """
+    layers = kfac.find_layers(model.loss, params, batch)
+    some = {name: next((x for x in options.runs if x.method == name), None) for name in ("kfac", "muon")}
+    fractions = sorted({x.settings["statistics"] for x in options.runs if x.method == "kfac"})
+    programs: dict[str, tuple[Any, tuple[Any, ...]]] = common_programs(model, params, batch)
+    inits = {}
+    if some["kfac"] is not None:
+        scalars = scalars_of(some["kfac"], options.steps)
+        inits["kfac"] = jax.jit(lambda params: traced_kfac(layers, scalars).init(params))
+        state = jax.eval_shape(inits["kfac"], params)
+        step = functools.partial(kfac_step, model.loss, layers)
+        programs["kfac"] = jax.jit(step, donate_argnums=(0, 1)), (params, state, batch, scalars)
+        for fraction in fractions:
+            measure = kfac.statistics(model.loss, layers, fraction=fraction)
+            observed = jax.jit(functools.partial(observe, measure), donate_argnums=1)
+            programs[f"statistics of {fraction:g}"] = observed, (params, state, batch, jnp.float32(0.95))
+    if some["muon"] is not None:
+        scalars_of_muon = scalars_of(some["muon"], options.steps)
+        inits["muon"] = jax.jit(lambda params: muon(lambda count: 1.0).init(params))
+        state = jax.eval_shape(inits["muon"], params)
+        step = functools.partial(muon_step, model.loss)
+        programs["muon"] = jax.jit(step, donate_argnums=(0, 1)), (params, state, batch, scalars_of_muon)
+    compiled = compile_together(record, programs, options.compile_seconds)
+
+    def runner(chosen: Variant) -> Runner:
+        now = scalars_of(chosen, options.steps)
+
+        def init(params: Any, batch: Any) -> Any:
+            return inits[chosen.method](params)
+
+        if chosen.method == "muon":
+            return Runner(init, lambda params, state, batch, _: compiled["muon"](params, state, batch, now), None)
+        own = kfac_state(jax.eval_shape(inits["kfac"], params)).settings.interval
+        interval = int(chosen.settings["interval"]) or own.every
+        decay = jnp.float32(chosen.settings["factors"])
+        take = compiled[f"statistics of {chosen.settings['statistics']:g}"]
+
+        def step(params: Any, state: Any, batch: Any, number: int) -> Any:
+            if is_due(number, interval):
+                state = take(params, state, batch, decay)
+            return compiled["kfac"](params, state, batch, now)
+
+        return Runner(init, step, multipliers_of)
+
+    return runner, compiled
+
+
+def common_programs(model: Transformer, params: Any, batch: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Return the programs that measure a run, with their arguments, for `compile_together`."""
+    held = jax.ShapeDtypeStruct((8, *batch.shape), jnp.int32)
+    losses = jax.jit(functools.partial(losses_by_position, model))
+    return {"losses": (losses, (params, held)), "facts": (jax.jit(facts_of_step), (params, params))}
+
+
+def public_runner(chosen: Variant, loss_fn: Any, horizon: int) -> Runner:
+    """Return a variant through the package's public interface, with constants instead of traced scalars."""
+    settings = chosen.settings
+    rate = kfac.schedules.warmup_linear_decay(chosen.rate, horizon)
+    if chosen.method == "muon":
+        tx = muon(rate, settings["adam"])
+
+        def plain(params: Any, state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        compiled = jax.jit(plain, donate_argnums=(0, 1))
+        init = jax.jit(lambda params, batch: tx.init(params))
+        return Runner(init, lambda params, state, batch, _: compiled(params, state, batch), None)
+    if not chosen.public:
+        raise ValueError(f"{chosen.text}: kfac.train_step has no option for {gpu_variants.ONLY_TRACED}")
+    rules: dict[str, str | float] = {
+        rf"(^|/){name}($|/)": chosen.multiplier(kind)
+        for kind in KINDS
+        for name in (("norm", "norm_attention", "norm_mlp") if kind == "vectors" else (kind,))
+        if chosen.multiplier(kind) != 1
+    }
+    step = kfac.train_step(
+        loss_fn,
+        rate,
+        rules=rules or None,
+        momentum=settings["momentum"],
+        preconditioner=kfac.SOAP(decay=settings["squares"]),
+        statistics_fraction=settings["statistics"],
+        verbose=False,
+        donate=True,
+    )
+    return Runner(step.init, lambda params, state, batch, _: step(params, state, batch), multipliers_of)
+
+
+def compile_by_running(runner: Runner, params: Any, batch: Any, pretended: float) -> float:
+    """Run two steps, so that every program is compiled. Return the seconds for this."""
+    began = time.perf_counter()
     params = jax.tree.map(jnp.copy, params)  # steps donate them
-    state = trained.init(params, batch_of(0))
-    looks = sorted({round(horizon * k / 12) for k in range(1, 13)})
+    state = runner.init(params, batch)
+    for number in range(2):
+        params, state, loss = runner.step(params, state, batch, number)
+    jax.block_until_ready(loss)
+    time.sleep(pretended)
+    return time.perf_counter() - began
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def train(
+    record: Record, chosen: Variant, runner: Runner, params: Any, batches: Text, compiled: dict[str, Any], horizon: int
+) -> dict[str, Any]:
+    """Train for `horizon` steps; return the row. Its seconds exclude looks at the step and the validation text.
+
+    Returns:
+      The row. `curve` has, at ten moments, the step, the seconds, the losses on the validation text (mean, and for each
+      of `RANGES`) and the training loss. `steps` has the facts of the step there: for each kind of parameter the first,
+      median and last value over blocks.
+    """
+    params = jax.tree.map(jnp.copy, params)  # steps donate them
+    state = runner.init(params, batches.batch(0))
+    jax.block_until_ready(state)
     seconds, done = 0.0, 0
-    curve = []
-    for look in looks:
+    curve: list[list[float]] = []
+    facts: list[dict[str, Any]] = []
+    for look in sorted({round(horizon * k / LOOKS) for k in range(1, LOOKS + 1)} - {0}):
+        before: Any = None
         began = time.perf_counter()
-        for number in range(done + 1, look + 1):
-            params, state, loss = trained.step(params, state, batch_of(number))
+        for number in range(done, look):
+            if number == look - 1:
+                before = jax.tree.map(jnp.copy, params)
+            params, state, loss = runner.step(params, state, batches.batch(number), number)
         jax.block_until_ready(params)
         seconds += time.perf_counter() - began
         done = look
-        validation = float(evaluate(params))
-        curve.append([done, round(seconds, 2), round(validation, 4), round(float(loss), 4)])
-        record.say(f"{chosen.name}: step {done}, {seconds:.1f} s, validation {validation:.4f}")
-        if not np.isfinite(validation):
+        by_position = np.asarray(compiled["losses"](params, batches.held), float)
+        parts = [float(by_position[part].mean()) if len(by_position[part]) else None for part in RANGES.values()]
+        measured = [float(by_position.mean()), *parts, float(loss)]
+        curve.append([done, round(seconds, 2), *(x if x is None else round(x, 4) for x in measured)])
+        found = jax.device_get(compiled["facts"](before, params))
+        shown: dict[str, Any] = {kind: {k: in_short(x) for k, x in found[kind].items()} for kind in found}
+        if runner.multipliers is not None:
+            for kind, rates in runner.multipliers(state).items():
+                shown.setdefault(kind, {})["multiplier"] = in_short(rates)
+        facts.append({"step": done} | shown)
+        record.say(f"{chosen.text}: step {done}, {seconds:.1f} s, validation {measured[0]:.4f}")
+        record.keep(chosen.text, curve)
+        if not np.isfinite(measured[0]):
             break
-    row = {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": curve[-1][2], "curve": curve}
+    last = curve[-1]
+    row = {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": last[2]}
+    row |= dict(zip(RANGES, last[3:-1], strict=True)) | {"curve": curve, "facts": facts}
     if chosen.method == "kfac":
         row["failed inversions"] = int(kfac.diagnostics(state)["failed_inversions"])
+    record.keep(chosen.text, [])
     return row
 
 
-# -- C: ResNet-18 on CIFAR-10 ------------------------------------------------------------------------------------------
+def run_all(
+    record: Record,
+    options: argparse.Namespace,
+    runner_of: Callable[[Variant], Runner],
+    params: Any,
+    text: pathlib.Path,
+    model: Transformer,
+    sequences: int,
+    compiled: dict[str, Any],
+) -> None:
+    """Train each variant of `--runs` in turn on the same batches; add a row for each."""
+    batches = Text(text, model.context, sequences)
+    jax.block_until_ready(batches.batch(0))
+    took: dict[str, float] = {} if options.rehearse else dict(FORECAST)
+    for chosen in options.runs:
+        needs = 1.1e-3 * options.steps * took.get(chosen.method, 0.0) + 2 * (not options.rehearse)
+        run = functools.partial(train, record, chosen, runner_of(chosen), params, batches, compiled, options.steps)
+        if record.measure("Training", chosen.text, run, needs=needs):
+            took[chosen.method] = record.row("Training", chosen.text)["ms"]
 
 
-def train_cifar10(record: Record, options: argparse.Namespace) -> None:
-    """Train K-FAC and Muon in turn for 10 epochs, then for 20 epochs, and so on until the time is up."""
-    import compare
+def missing(record: Record, options: argparse.Namespace) -> bool:
+    """Return whether a variant has no row yet. Otherwise nothing needs to be compiled."""
+    return any(not record.has("Training", chosen.text) for chosen in options.runs)
 
-    data = options.data_dir
-    if not options.rehearse and not (data and data.is_dir()):
-        record.repeat("ResNet-18 on CIFAR-10", "all", "no --data-dir: sh examples/imagenet/get_cifar10.sh fetches it")
+
+def search(record: Record, options: argparse.Namespace) -> None:
+    """Run programme E."""
+    options.runs = options.runs or [gpu_variants.variant(text) for text in gpu_variants.SEARCHED]
+    options.steps = options.steps or (20 if options.rehearse else 500)
+    if not missing(record, options):
         return
-    results = options.output / "cifar10.jsonl"
-    epochs = 10
-
-    def row(method: str, rate: float, epochs: int) -> dict[str, Any]:
-        settings = ["--data-dir", str(data), "--method", method, "--rate", str(rate), "--resident", "--parts", "1"]
-        settings += ["--output", str(options.output / "runs"), "--results", str(results)]
-        if options.rehearse:
-            settings += ["--network", "resnet8", "--width", "4", "--batch", "20", "--toy", "--horizon", "2"]
-        else:
-            settings += ["--network", "resnet18", "--width", "64", "--batch", "1000", "--horizon", str(50 * epochs)]
-        compare.main(["run", *settings, "--every", "2" if options.rehearse else "50"])
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-        curve = [one for one in found if one["method"] == method and one["horizon"] == found[-1]["horizon"]]
-        there = [one for one in curve if one["accuracy"] >= 0.94]
-        last = curve[-1]
-        return {
-            "steps": last["step"],
-            "accuracy": last["accuracy"],
-            "seconds": last["wall_seconds"],
-            "compiling s": last["compiling"],
-            "steps to 94%": there[0]["step"] if there else None,
-            "seconds to 94%": there[0]["wall_seconds"] if there else None,
-        }
-
-    while record.left > 30 and epochs <= 80:
-        for method, rate in (("kfac", 0.1), ("muon", 0.1)):
-            name = f"{method}, {epochs} epochs"
-            record.measure("ResNet-18 on CIFAR-10", name, functools.partial(row, method, rate, epochs), needs=30)
-        if options.rehearse:
-            return
-        epochs *= 2
+    text = text_of(options.scratch, options.vocabulary)
+    encoding = start_encoding(options.vocabulary, text)
+    model, sequences, params = gpt(options.vocabulary, options.rehearse)
+    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
+    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
+    runner_of, compiled = traced_runners(record, options, model, params, batch)
+    finish_encoding(record, encoding)
+    run_all(record, options, runner_of, params, text, model, sequences, compiled)
 
 
-# -- D: a step at a batch of 131,072 -----------------------------------------------------------------------------------
-
-
-def step_at_128k(record: Record, options: argparse.Namespace) -> None:
-    """Add the seconds and the memory for a step of the bs128k recipe on a single device."""
-    table = "One step of ResNet-50 at a batch of 131,072"
-    if options.rehearse:
-        sizes = ["--global-batch", "64", "--local-batch", "32", "--image-size", "32"]
-    else:
-        sizes = ["--global-batch", "131072", "--local-batch", "256", "--image-size", "224", "--dtype", "bfloat16"]
-
-    def images_of_the_device() -> dict[str, Any]:
-        command = [sys.executable, str(FOLDER / "large_batch_step.py"), *sizes]
-        return json.loads(_output(command, record).splitlines()[-1])
-
-    def whole_example() -> dict[str, Any]:
-        command = [sys.executable, str(EXAMPLES / "imagenet" / "train.py"), "--config", "bs128k", "--data", "synthetic"]
-        command += ["--steps", "1", "--output", str(options.output / "bs128k")]
-        if options.rehearse:
-            command += ["--global-batch", "64", "--local-batch", "32", "--image-size", "32", "--arch", "resnet20"]
-            command += ["--synthetic-images", "64"]
-        else:
-            command += ["--local-batch", "256", "--synthetic-images", "131072"]
-        began = time.perf_counter()
-        said = _output(command, record)
-        return {"seconds with start and compiling": time.perf_counter() - began, "said": said.splitlines()[-1][:200]}
-
-    record.measure(table, "images made on the device", images_of_the_device, needs=120 if not options.rehearse else 0)
-    record.measure(table, "examples/imagenet/train.py", whole_example, needs=120 if not options.rehearse else 0)
-
-
-def _output(command: list[str], record: Record) -> str:
-    """Run a command; return its output. If it fails, the error contains the last lines of its stderr."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, record.left - 5))
-    print(done.stdout, done.stderr, flush=True)
-    if done.returncode:
-        raise RuntimeError(f"code {done.returncode}: {' '.join(done.stderr.splitlines()[-3:])}")
-    return done.stdout
+def train_longer(record: Record, options: argparse.Namespace) -> None:
+    """Run programme B."""
+    searched: dict[str, Any] = {}
+    for folder in (options.have, options.output):
+        searched |= read(folder, "E").get("tables", {}).get("Training", {})
+    options.runs = options.runs or gpu_variants.best(searched)
+    options.steps = options.steps or (20 if options.rehearse else 1000)
+    if not missing(record, options):
+        return
+    text = text_of(options.scratch, options.vocabulary)
+    encoding = start_encoding(options.vocabulary, text)
+    model, sequences, params = gpt(options.vocabulary, options.rehearse)
+    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
+    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
+    runners = {chosen: public_runner(chosen, model.loss, options.steps) for chosen in options.runs}
+    compile_runner = functools.partial(
+        compile_by_running, params=params, batch=batch, pretended=options.compile_seconds
+    )
+    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
+        running = pool.map(compile_runner, runners.values())
+        compiled = compile_together(record, common_programs(model, params, batch), 0.0)
+        for chosen, took in zip(runners, running, strict=True):
+            record.about(f"seconds to compile {chosen.text}", round(took, 1))
+    finish_encoding(record, encoding)
+    run_all(record, options, runners.__getitem__, params, text, model, sequences, compiled)

@@ -1,4 +1,4 @@
-"""Test the GPU programmes, rehearsed on a CPU: their results, their timings, and their training text."""
+"""Test the GPU programmes: their options, their records, their timings, and their training text."""
 
 import json
 import subprocess
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 import gpu
 import gpu_speed
 import gpu_text
-from gpu_record import Record, setting
+import gpu_variants
+from gpu_record import Record, page
 
 pytestmark = pytest.mark.examples
 
@@ -31,8 +32,8 @@ def test_a_row_that_fails_leaves_the_others(tmp_path):
     found = json.loads((tmp_path / "A.json").read_text())
     assert found["tables"] == {"Times": {"muon": {"ms": 1.5}}}
     assert list(found["to repeat"]) == ["Times: sgd", "Times: adamw"]
-    page = (tmp_path / "A.md").read_text()
-    assert "| muon | 1.5 |" in page and "RuntimeError: no such kernel" in page
+    text = page(found)
+    assert "| muon | 1.5 |" in text and "RuntimeError: no such kernel" in text
 
 
 def test_an_earlier_file_is_kept(tmp_path):
@@ -41,18 +42,55 @@ def test_an_earlier_file_is_kept(tmp_path):
     assert json.loads((tmp_path / "A.before.json").read_text())["tables"] == {"Times": {"muon": {"ms": 1.0}}}
 
 
-@pytest.mark.parametrize("wrong", [("--runs", "kfac"), ("--runs", "adam:0.1"), ("--speed", "nowhere.json")])
-def test_wrong_options_are_refused_before_anything_starts(wrong, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--programme", "E", "--runs", "kfac"),
+        ("--programme", "E", "--runs", "adam:0.1"),
+        ("--programme", "E", "--runs", "kfac:0.1,table=0.3"),
+        ("--programme", "E", "--runs", "muon:0.1,tables=0.3"),
+        ("--programme", "E", "--runs", "kfac:0.1,momentum=1.5"),
+        ("--programme", "B", "--runs", "kfac:0.1,interval=4"),
+        ("--programme", "F", "--batches", "60000"),
+        ("--programme", "A", "--steps", "100"),
+        ("--have", "nowhere"),
+        ("--vocabulary", "nowhere.npz"),
+        ("--minutes", "0"),
+    ],
+)
+def test_parse_refuses_wrong_options_before_anything_starts(wrong, capsys):
     with pytest.raises(SystemExit):
-        gpu.parse(["--programme", "B", *wrong])
-    assert wrong[1] in capsys.readouterr().err
+        gpu.parse([*wrong])
+    assert wrong[-2] in capsys.readouterr().err
 
 
 def test_rows_of_an_earlier_call_are_not_measured_again(tmp_path):
     Record(tmp_path / "first", "A", 1.0, None, "").add("Times", "muon", {"ms": 1.5})
-    record = Record(tmp_path / "second", "A", 1.0, tmp_path / "first" / "A.json", "")
+    record = Record(tmp_path / "second", "A", 1.0, tmp_path / "first", "")
     assert record.measure("Times", "muon", lambda: pytest.fail("measured again"))
     assert record.row("Times", "muon") == {"ms": 1.5}
+
+
+def test_the_curve_of_a_run_is_saved_before_it_ends(tmp_path):
+    record = Record(tmp_path, "E", 1.0, None, "")
+    record.keep("kfac:0.1", [[10, 4.5]])
+    assert json.loads((tmp_path / "E.json").read_text())["unfinished"] == {"kfac:0.1": [[10, 4.5]]}
+    record.keep("kfac:0.1", [])
+    assert json.loads((tmp_path / "E.json").read_text())["unfinished"] == {}
+
+
+def test_run_in_turn_names_missing_images_and_shows_the_rows_there(tmp_path, capsys):
+    output = ["--output", str(tmp_path), "--scratch", str(tmp_path), "--minutes", "0.001"]
+    Record(tmp_path, "F", 1.0, None, "a command").add("Times", "muon", {"ms": 1.5})
+    assert gpu.main([*output, "--programme", "F", "E"]) == 2
+    said = capsys.readouterr().out
+    assert "cifar10-1.npz is missing" in said and "E does not run" in said
+    assert "| muon | 1.5 |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_check_names_missing_images(tmp_path, capsys):
+    assert gpu.main(["--check", "--scratch", str(tmp_path)]) == 0
+    assert "MISSING" in capsys.readouterr().out
 
 
 def test_the_limit_ends_the_process_and_says_what_was_cut_off(tmp_path):
@@ -113,9 +151,24 @@ def test_long_words_of_a_source_are_cut(tmp_path):
     assert max(map(len, gpu_text.WORD.findall(path.read_bytes()))) <= 33
 
 
-def test_what_a_run_is_given():
-    assert setting("kfac:0.1") == ("kfac", 0.1)
-    with pytest.raises(Exception, match="must be kfac or muon"):
-        setting("sgd:0.1")
-    with pytest.raises(SystemExit):
-        gpu.parse(["--programme", "B"])
+def test_variant():
+    chosen = gpu_variants.variant("kfac:0.1,tables=0.5,tokens=0.5,momentum=0.95")
+    assert (chosen.method, chosen.rate, chosen.settings["momentum"]) == ("kfac", 0.1, 0.95)
+    assert [chosen.multiplier(kind) for kind in ("tokens", "positions", "up")] == [0.25, 0.5, 1]
+    assert chosen.public and not gpu_variants.variant("kfac:0.1,factors=0.99").public
+    assert gpu_variants.variant("muon:0.02").settings == {"adam": 1.0}
+    texts = gpu_variants.SEARCHED
+    assert len(set(map(gpu_variants.variant, texts))) == len(texts) == 13
+
+
+def test_best_takes_the_lowest_losses_that_programme_b_can_run():
+    losses = {
+        "kfac:0.1": 3.5,
+        "kfac:0.1,tables=0.3": 3.3,
+        "kfac:0.1,interval=4": 3.1,
+        "muon:0.015": 3.4,
+        "muon:0.015,adam=0.3": float("nan"),
+    }
+    rows = {text: {"validation": loss} for text, loss in losses.items()}
+    assert {x.text for x in gpu_variants.best(rows)} == {"kfac:0.1,tables=0.3", "muon:0.015"}
+    assert {x.method for x in gpu_variants.best({})} == {"kfac", "muon"}
