@@ -581,7 +581,7 @@ def compare(record: Record, options: argparse.Namespace) -> None:
         return
     images = toy() if small else unpack(options.scratch)
     widths = (8, 8, 8) if small else WIDTHS
-    target = 0.5 if small else TARGET
+    target = 0.25 if small else TARGET
     trainer = Trainer(record, images, widths)
     found = {key: Programs(key[1], key[0], images, widths) for key in wanted}
     lowered = {f"{method} {batch} {name}": program for (batch, method), one in found.items()
