@@ -72,7 +72,9 @@ def pack(data: pathlib.Path, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     images, labels = np.concatenate([train, test]), np.concatenate([labels, test_labels])
     for part, rows in enumerate(np.split(np.arange(len(images)), 2), 1):
-        sheets = {f"sheet{k}": _to_webp(images[k : k + 10_000]) for k in range(rows[0], rows[-1], 10_000)}
+        sheets: dict[str, Any] = {
+            f"sheet{k}": _to_webp(images[k : k + 10_000]) for k in range(rows[0], rows[-1], 10_000)
+        }
         np.savez(folder / f"cifar10-{part}.npz", labels=labels[rows].astype(np.uint8), **sheets)
 
 
@@ -236,7 +238,8 @@ def accuracy(params: Any, averages: Any, whitener: Any, images: Any, labels: Any
     """
 
     def logits(x: Any) -> jax.Array:
-        return sum(forward(params, averages, whitener, y, False)[0] for y in (x, x[:, :, ::-1])) / 2
+        as_is, mirrored = (forward(params, averages, whitener, y, False)[0] for y in (x, x[:, :, ::-1]))
+        return (as_is + mirrored) / 2
 
     def right(part: Any) -> jax.Array:
         x, y = normalise(part[0]), part[1]

@@ -437,14 +437,14 @@ def train(
 
     Returns:
       The row. `curve` has, at ten moments, the step, the seconds, the losses on the validation text (mean, and for each
-      of `RANGES`) and the training loss. `steps` has the facts of the step there: for each kind of parameter the first,
+      of `RANGES`) and the training loss. `facts` has the facts of the step there: for each kind of parameter the first,
       median and last value over blocks.
     """
     params = jax.tree.map(jnp.copy, params)  # steps donate them
     state = runner.init(params, batches.batch(0))
     jax.block_until_ready(state)
     seconds, done = 0.0, 0
-    curve: list[list[float]] = []
+    curve: list[list[float | None]] = []
     facts: list[dict[str, Any]] = []
     for look in sorted({round(horizon * k / LOOKS) for k in range(1, LOOKS + 1)} - {0}):
         before: Any = None
@@ -457,22 +457,23 @@ def train(
         seconds += time.perf_counter() - began
         done = look
         by_position = np.asarray(compiled["losses"](params, batches.held), float)
-        parts = [float(by_position[part].mean()) if len(by_position[part]) else None for part in RANGES.values()]
-        measured = [float(by_position.mean()), *parts, float(loss)]
-        curve.append([done, round(seconds, 2), *(x if x is None else round(x, 4) for x in measured)])
+        validation = round(float(by_position.mean()), 4)
+        # A short context in a rehearsal has no late positions.
+        parts = [by_position[part] for part in RANGES.values()]
+        by_range = [round(float(part.mean()), 4) if len(part) else None for part in parts]
+        curve.append([done, round(seconds, 2), validation, *by_range, round(float(loss), 4)])
         found = jax.device_get(compiled["facts"](before, params))
         shown: dict[str, Any] = {kind: {k: in_short(x) for k, x in found[kind].items()} for kind in found}
         if runner.multipliers is not None:
             for kind, rates in runner.multipliers(state).items():
                 shown.setdefault(kind, {})["multiplier"] = in_short(rates)
         facts.append({"step": done} | shown)
-        record.say(f"{chosen.text}: step {done}, {seconds:.1f} s, validation {measured[0]:.4f}")
+        record.say(f"{chosen.text}: step {done}, {seconds:.1f} s, validation {validation:.4f}")
         record.keep(chosen.text, curve)
-        if not np.isfinite(measured[0]):
+        if not np.isfinite(validation):
             break
-    last = curve[-1]
-    row = {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": last[2]}
-    row |= dict(zip(RANGES, last[3:-1], strict=True)) | {"curve": curve, "facts": facts}
+    row: dict[str, Any] = {"steps": done, "seconds": seconds, "ms": 1e3 * seconds / done, "validation": validation}
+    row |= dict(zip(RANGES, by_range, strict=True)) | {"curve": curve, "facts": facts}
     if chosen.method == "kfac":
         row["failed inversions"] = int(kfac.diagnostics(state)["failed_inversions"])
     record.keep(chosen.text, [])
