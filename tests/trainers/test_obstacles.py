@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from jax import export, lax
 
 import kfac
 from checking import normal
@@ -58,6 +58,27 @@ def test_both_programs_can_be_compiled_ahead_of_time():
         *found, _ = own_step(*found, batch(number))
         *expected, _ = jitted_step(*expected, batch(number))
     trees_equal(found, list(expected))
+
+
+@pytest.mark.slow
+def test_observe_and_update_can_be_exported_as_functions_of_leaves():
+    """Take and return leaves, as docs/faq.md says, because `jax.export` cannot store the types of the state."""
+    tx = kfac.kfac(RATE, layers())
+    leaves, tree = jax.tree.flatten((initial(), tx.init(initial())))
+
+    @jax.jit
+    def own_observe(leaves, batch):
+        params, opt_state = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves((params, observe(opt_state, params, batch)))
+
+    @jax.jit
+    def own_step(leaves, batch):
+        *trained, loss = step(tx, *jax.tree.unflatten(tree, leaves), batch)
+        return jax.tree.leaves(trained), loss
+
+    exported = [export.export(program)(leaves, batch(0)) for program in (own_observe, own_step)]
+    found = exported[1].call(exported[0].call(leaves, batch(0)), batch(0))
+    trees_equal(found, own_step(own_observe(leaves, batch(0)), batch(0)))
 
 
 def test_statistics_averaged_in_a_scan_over_micro_batches_are_those_of_the_whole_batch():
