@@ -261,12 +261,8 @@ class Tied(Uncombined):
 
         direct = self.direct
         transposed = self.transposed
-        traces = [
-            trace(direct.A, "A"),
-            trace(direct.G, "G"),
-            trace(transposed.A, "A"),
-            trace(transposed.G, "G"),
-        ]
+        uses = (direct, transposed)
+        traces = [trace(getattr(use, side), side) for use in uses for side in "AG"]
         if average is not None:
             traces = average(traces)
         # Take the root of each trace, because a product of two traces may underflow in float32.

@@ -136,14 +136,12 @@ MARK_EACH = " Mark the output of each batch, kfac.mark_output(..., weight=), for
 Kernels = Mapping[str, Sequence[Use]]
 
 
-class Marks(NamedTuple):
+class Marks(tuple[Mark, ...]):
     """All marked outputs of a traced loss, in program order."""
-
-    marks: tuple[Mark, ...]
 
     @property
     def weighted(self) -> bool:
-        return any(mark.weight != 1 for mark in self.marks)
+        return any(mark.weight != 1 for mark in self)
 
     def num_examples(
         self,
@@ -181,14 +179,14 @@ class Marks(NamedTuple):
         if asked is not None:
             self._check_asked(asked, batch, kernels, beside)
             return asked, ""
-        rows = {mark.rows: mark for mark in self.marks}
+        rows = {mark.rows: mark for mark in self}
         if any(mark.value.grown[-1] for mark in rows.values()):
             return None, (
                 "the marked output has one axis, which is that of its features, but it holds the examples: give "
                 "the features an axis of their own, kfac.mark_output(x[:, None], ...)"
             )
         # A mark that does not depend on the batch does not tell the number of examples in terms without a mark.
-        if hidden or not unmarked or any(mark.value.of_batch for mark in self.marks):
+        if hidden or not unmarked or any(mark.value.of_batch for mark in self):
             if len(rows) == 1 and beside.keys() <= rows.keys():
                 return next(iter(rows)), ""
         if not hidden and not batch.several and (rows or not joined):
@@ -227,7 +225,7 @@ class Marks(NamedTuple):
         """
         check(num_examples=asked)
         message = f"num_examples={asked}"
-        if batch.several and not self.marks:
+        if batch.several and not self:
             raise ValueError(
                 f"{message} says nothing of a second batch, but {batch.unknown_batch_reason}.{MARK_EACH}"
             )
@@ -254,12 +252,12 @@ class Marks(NamedTuple):
         Raises:
           ValueError: the loss has no mark, or such a parameter reaches no mark. `what` names the caller in the message.
         """
-        if not self.marks:
+        if not self:
             raise ValueError(
                 f"{what} needs the output of the network: mark it inside loss_fn, logits = kfac.mark_output(logits, "
                 "'categorical')"
             )
-        reached = frozenset[int]().union(*(mark.value.leaves for mark in self.marks))
+        reached = frozenset[int]().union(*(mark.value.leaves for mark in self))
         missing = []
         for leaf in sorted(traced.program.outputs[0].leaves - reached):
             name = traced.names[leaf]
@@ -274,7 +272,7 @@ class Marks(NamedTuple):
 
     def place(self, plan: TapPlan, make: Callable[[Mark], AtMark]) -> None:
         """Add `make(mark)` to `plan`, for each mark, as the function to call at the mark."""
-        for mark in self.marks:
+        for mark in self:
             plan.marks[mark.op] = mark.key, make(mark)
             plan.look_inside(mark.op, [mark.key], mark.op.loops)
 
@@ -295,7 +293,7 @@ def find_marks(traced: Trace) -> Marks:
             raise ValueError(
                 f"kfac.mark_output cannot be followed inside {op.name}: mark what comes out of it"
             )
-    return Marks(tuple(marks))
+    return Marks(marks)
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -384,7 +382,7 @@ class Draw:
 def keys_of(marks: Marks, key: Array) -> dict[Key, Array]:
     """Return a PRNG key for each mark, and for each iteration of the scans around the mark."""
     keys = {}
-    for mark in marks.marks:
+    for mark in marks:
         own = jax.random.fold_in(key, mark.key.number)
         keys[mark.key] = jax.random.split(own, mark.scans) if mark.scans else own
     return keys
@@ -407,7 +405,7 @@ at_weight.defvjp(
 
 def weights_to(marks: Marks, power: float) -> dict[Key, Array]:
     """Return each mark's weight, raised to `power`, for each iteration of the scans around the mark."""
-    return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks.marks}
+    return {mark.key: jnp.full(mark.scans, mark.weight**power) for mark in marks}
 
 
 # -- the loss as a function of its marked outputs -------------------------------------------------------------------
@@ -471,10 +469,10 @@ def marked(
         raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
     plan = TapPlan()
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
-    entries = {mark.key: jnp.zeros(mark.scans) for mark in marks.marks}
+    entries = {mark.key: jnp.zeros(mark.scans) for mark in marks}
 
     def evaluate(params):
         outs, outputs = replay(traced.program, jax.tree.leaves(params), plan, entries)
         return outs[0], [outputs[key] for key in entries]
 
-    return Marked(evaluate, marks.marks, n, what)
+    return Marked(evaluate, marks, n, what)

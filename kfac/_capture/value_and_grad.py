@@ -325,7 +325,7 @@ class Evaluator:
         if drawn or marks.weighted:
             what = f"fisher={self.fisher!r}" if drawn else "weight= of kfac.mark_output"
             marks.require(what, traced, self.layers.skipped_paths)
-            mark_live(traced.program, [mark.op for mark in marks.marks])
+            mark_live(traced.program, [mark.op for mark in marks])
         return marks
 
 

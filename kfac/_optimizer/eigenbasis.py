@@ -44,9 +44,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
         for layer in layers:
             if layer.supports_ekfac:
                 block: Any = source[layer.name]
-                a = _eigenvectors(block.A)
-                g = _eigenvectors(block.G)
-                basis[layer.name] = Basis(a, g)
+                vectors = Basis(_eigenvectors(block.A), _eigenvectors(block.G))
+                basis[layer.name] = vectors
         return basis
     state = find_state(source, "source")
     groups = group_layers(layers)
