@@ -198,7 +198,7 @@ class Start(NamedTuple):
 
 
 def compile_row(row: str, task: steps.Task, start: Start, options: argparse.Namespace) -> Program:
-    settings = argparse.Namespace(devices=1, preconditioner="default", refresh="apart", inverse_update_period=100)
+    settings = argparse.Namespace(devices=1, preconditioner="soap", refresh="apart", inverse_update_period=100)
     step, tx = steps.make_step(row, task, settings)
     params, batch = start.copy(), start.batch
     state = jax.jit(tx.init)(params)

@@ -121,7 +121,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, help="per device; by default 256 images for ResNet-50, 128 for ViT, 8 sequences for GPT")
     add("--image-size", type=int, default=224)
     add("--devices", type=int, default=1, help="number of H100s, each with its own batch")
-    add("--preconditioner", choices=INVERSES, default="default")
+    add("--preconditioner", choices=INVERSES, default="soap")
     add("--inverse-update-period", type=int, default=100)
     add("--refresh", choices=("inside", "apart"), default="inside", help="apart: only the row `refresh` inverts")
     add("--small", action="store_true", help="small networks, for a trial run")

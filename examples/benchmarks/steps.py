@@ -27,7 +27,7 @@ FIRST_ORDER = ("sgd", "adamw", "muon")
 # The K-FAC rows are a step without statistics, a step with the whole batch's statistics, and two programs that do not
 # train: `observe` takes statistics on a quarter of the examples, and `refresh` recomputes all inverses.
 ROWS = (*FIRST_ORDER, "without", "statistics", "observe", "refresh")
-INVERSES = {"default": None, "cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.SOAP()}
+INVERSES = {"cholesky": kfac.Cholesky(), "eigh": kfac.Eigh(), "soap": kfac.SOAP()}
 
 
 class Task(NamedTuple):

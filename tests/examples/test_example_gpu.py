@@ -1,5 +1,6 @@
 """Test the GPU programmes: their options, their records, their timings, and their training text."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import gpu
 import gpu_speed
 import gpu_text
 import gpu_variants
+import steps
 from gpu_record import Record, page
 
 pytestmark = pytest.mark.examples
@@ -114,6 +116,16 @@ def test_a_table_of_milliseconds(tmp_path):
     gpu_speed.profile(record, "gpt-124m", "sgd", made["sgd"])
     assert len(record.found["tables"]["gpt-124m, sgd: the ten longest kernels"]) == 10
     assert not record.found["to repeat"]
+
+
+@pytest.mark.parametrize("row", ["without", "statistics", "observe", "refresh"])
+def test_make_step_of_every_row_with_kfac(row):
+    task = steps.task("gpt-124m", argparse.Namespace(small=True, batch=None, image_size=224))
+    settings = argparse.Namespace(devices=1, preconditioner="soap", refresh="apart", inverse_update_period=100)
+    step, tx = steps.make_step(row, task, settings)
+    state = jax.eval_shape(tx.init, task.params)
+    params, _, _ = jax.eval_shape(step, task.params, state, task.batch)
+    assert jax.tree.structure(params) == jax.tree.structure(task.params)
 
 
 def test_kernels_and_gaps(tmp_path):
