@@ -423,9 +423,9 @@ def report(store: Store) -> None:
             numbers = " | ".join(f"{number:,}" for number in (*rung, seed, step))
             multiple = f"{run.adam:g}" if method in ("muon", "soap") else ""
             print(f"| {numbers} | {method} | {run.rate:g} | {multiple} | {value_at(curve, step):.3f} | {ours} |")
-    columns = *Rung._fields, "seed", "rules", "rate", "at step", "loss"
-    print(f"\n| {' | '.join(columns)} |")
-    print("|---" * len(columns) + "|")
+    of_rules = *Rung._fields, "seed", "rules", "rate", "at step", "loss"
+    print(f"\n| {' | '.join(of_rules)} |")
+    print("|---" * len(of_rules) + "|")
     for run, curve in sorted(found.items()):
         if run.method == "kfac":
             numbers = " | ".join(f"{number:,}" for number in (*run.rung, run.seed))
