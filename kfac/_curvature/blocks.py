@@ -180,36 +180,6 @@ class Group:
             return factors
         return kronecker.scaled(factors, back)
 
-    @property
-    def by_leaf(self) -> list[Group]:
-        """The group, split into a group for the kernels and a group for the biases.
-
-        If kernels are cut into pieces, or if only some members have a bias, the list holds only the group itself.
-        """
-        # The rows of a stack `[k, d_in, d_out]` belong to leaves: first the kernel's, then the bias. A slice of rows
-        # serves all members only if their leaves have the same widths.
-        widths = set()
-        for layer in self.layers:
-            if layer.pieces > 1:
-                return [self]
-            widths.add(tuple(layout.size("in") for layout in layer.layouts))
-        if len(widths) > 1:
-            return [self]
-        groups = []
-        for k, width in enumerate(widths.pop()):
-            layers = []
-            for layer in self.layers:
-                leaf = dataclasses.replace(
-                    layer,
-                    d_in=width,
-                    params=(layer.params[k],),
-                    shapes=(layer.shapes[k],),
-                    layouts=(layer.layouts[k],),
-                )
-                layers.append(leaf)
-            groups.append(dataclasses.replace(self, layers=tuple(layers)))
-        return groups
-
     def stack_matrices(
         self,
         leaves: Mapping[str, Array],

@@ -92,8 +92,8 @@ def to_send(layer: Layer, packed: Packed, fill: Callable[[Array], Array]) -> Kro
 
     def filled(x):
         x = fill(x)
-        # Sides that are not cut lose the axis for pieces.
-        return x.reshape(*x.shape[:-2], -1) if x.shape[-2] == 1 else x
+        # `stack` takes away the axis for pieces from sides that are cut.
+        return x if x.shape[-2] == 1 else x[..., None, :]
 
     return jax.tree.map(filled, flat)
 

@@ -14,13 +14,10 @@ from jax.flatten_util import ravel_pytree
 
 from kfac._distributed.collectives import (
     BlockAssignments,
-    Stacks,
     gather_from_owners,
-    means_to_owners,
+    sums_to_owners,
 )
-from kfac._distributed.message_layout import BUCKETS
 from kfac._distributed.owners import BlockAssignment
-from kfac._factors import Statistics
 from kfac._mesh import AxisNames, PyTree, as_varying, axis_size, varying_axes
 from kfac._packing import flatten, unflatten
 
@@ -68,29 +65,15 @@ class CommContext:
         owns_last = jnp.any(self._is_owner(assignment))
         return positions < assignment.full + owns_last
 
-    def take(
-        self,
-        stacks: Mapping[str, PyTree],
-        assignments: BlockAssignments,
-    ) -> dict[str, PyTree]:
-        """Take this device's blocks `[positions, ...]` from stacks `[blocks, ...]` that all devices have.
+    def take(self, stack: PyTree, assignment: BlockAssignment) -> PyTree:
+        """Take this device's blocks `[positions, ...]` from a group's stack `[blocks, ...]` that all devices have.
 
-        A device without a block at the last position gets a copy of block 0 as a placeholder. A group without an
-        assignment keeps all blocks.
+        A device without a block at the last position gets a copy of block 0 as a placeholder.
         """
-
-        def taken(stack, assignment):
-            index = self._blocks(assignment)
-            return jax.tree.map(
-                lambda x: x.at[index].get(mode="promise_in_bounds"), stack
-            )
-
-        own = dict(stacks)
-        if self.owner_axes:
-            for name, stack in stacks.items():
-                if name in assignments:
-                    own[name] = taken(stack, assignments[name])
-        return own
+        if not self.owner_axes:
+            return stack
+        index = self._blocks(assignment)
+        return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), stack)
 
     def _is_owner(self, assignment: BlockAssignment) -> Array:
         """Return for each remainder block whether this device owns it."""
@@ -109,39 +92,49 @@ class CommContext:
         last = jnp.sum(jnp.where(self._is_owner(assignment), remainder, 0))
         return jnp.append(blocks, last.astype(blocks.dtype))
 
-    def gather(self, own: Stacks, assignments: BlockAssignments) -> Stacks:
+    def gather(
+        self,
+        own: Mapping[str, PyTree],
+        assignments: BlockAssignments,
+    ) -> dict[str, PyTree]:
         """Undo `take`: gather all blocks on all devices."""
-        if not self.owner_axes:
-            return own
-        return gather_from_owners(own, assignments, self.owner_axes)
+        if not self.owner_axes or not own:
+            return dict(own)
+        flat = {name: flatten(stack) for name, stack in own.items()}
+        blocks = gather_from_owners(flat, assignments, self.owner_axes)
+        return {name: unflatten(x, own[name]) for name, x in blocks.items()}
 
     def means(
         self,
-        stacks: Stacks,
+        stacks: Mapping[str, PyTree],
         assignments: BlockAssignments,
-        buckets: int = 1,
-    ) -> Stacks:
+    ) -> dict[str, PyTree]:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
-        The mean is sent in `buckets` messages. With several messages, the first can overlap with the backward pass.
+        Sums are formed in the dtype of `stacks`. The means of blocks with owners have this dtype or float32, whichever
+        is wider.
         """
-        if not self.owner_axes:
-            return self.mean(stacks)
+        flat = {}
+        others = dict(stacks)
+        if self.owner_axes:
+            flat = {
+                name: flatten(others.pop(name))
+                for name in assignments
+                if name in stacks
+            }
+        means: dict[str, PyTree] = self.mean(others)
+        if not flat:
+            return means
+        sums = sums_to_owners(flat, assignments, self.owner_axes)
+        # Owners along the other axes add up their sums.
         replicas = tuple(axis for axis in self.axes if axis not in self.owner_axes)
-        return means_to_owners(stacks, assignments, self.owner_axes, buckets, replicas)
-
-    def statistics(
-        self,
-        stacks: Mapping[str, Statistics],
-        assignments: BlockAssignments,
-    ) -> dict[str, Statistics]:
-        """Apply `means` to statistics."""
-        flat = {name: flatten(stack) for name, stack in stacks.items()}
-        received = self.means(flat, assignments, BUCKETS)
-        statistics = {}
-        for name, x in received.items():
-            statistics[name] = unflatten(x, optax.tree.cast(stacks[name], x.dtype))
-        return statistics
+        if replicas:
+            sums = lax.psum(sums, replicas)
+        for name, x in sums.items():
+            dtype = jnp.promote_types(x.dtype, jnp.float32)
+            mean = x.astype(dtype) / lax.axis_size(self.axes)
+            means[name] = unflatten(mean, optax.tree.cast(stacks[name], dtype))
+        return means
 
     def mean(self, tree: PyTree) -> PyTree:
         """Average arrays over devices in a single message."""

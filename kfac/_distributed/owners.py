@@ -18,13 +18,12 @@ A `BlockAssignment` has an entry for each remainder block, but no entry for each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kfac._curvature.blocks import Group
-from kfac._packing import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +99,16 @@ class Cost(NamedTuple):
     elements: int
 
 
-def block_cost(
-    name: str,
-    blocks: int,
-    shapes: Mapping[str, Shape],
-) -> Cost:
-    """Return the cost of a Kronecker group.
-
-    Args:
-      name: the group's name.
-      blocks: number of blocks.
-      shapes: the factors' shapes: `(n, n)`, or `(n,)` for a diagonal.
-    """
-    work = 0
-    elements = 1
-    for size, *others in shapes.values():
-        work += size**3 if others else size
-        elements *= size
-    return Cost(name, blocks, work, elements)
-
-
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
     """Return the costs of the groups whose blocks have owners."""
-    owned = [group for group in groups if group.owned]
-    return [block_cost(group.name, group.size, group.shapes) for group in owned]
+    costs = []
+    for group in groups:
+        if group.owned:
+            work = 0
+            for size, *others in group.shapes.values():
+                work += size**3 if others else size
+            costs.append(Cost(group.name, group.size, work, group.d_in * group.d_out))
+    return costs
 
 
 def assign_blocks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,17 @@ from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged
 from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
-from kfac._factors import Average, Basis, Factors, Packed, Statistics
+from kfac._factors import Average, Basis, Factors, Packed
 from kfac._linalg import finite
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.exchange import StepContext, Vectors, join
-from kfac._optimizer.flat_state import part_of, with_parts
-from kfac._optimizer.options import Options
-from kfac._optimizer.state import KfacState, Settings, assignments_of, check_blocks
-from kfac._packing import flatten, pad_to_devices, unflatten
+from kfac._optimizer.flat_state import block_of, with_parts
+from kfac._optimizer.state import KfacState, assignments_of, check_blocks
+from kfac._packing import pad_to_devices
 
-
-class BatchStacks(NamedTuple):
-    """The statistics of a batch, in a stack for each group.
-
-    Attributes:
-      statistics: the captured statistics by group name, arrays `[k, ...]`.
-      gradients: the gradients of groups with gradient factors by group name, as matrices `[k, d_in, d_out]`.
-    """
-
-    statistics: Mapping[str, Statistics]
-    gradients: Vectors
+# A batch's statistics by group name: captured statistics with arrays `[k, ...]`, and for gradient factors the gradients
+# as matrices `[k, d_in, d_out]`.
+BatchStacks = dict[str, Any]
 
 
 def observe_here(
@@ -62,7 +53,7 @@ def observe_here(
         factors differ along axes of devices that `axis_name=` does not name.
     """
     check_blocks(state, comm.devices)
-    context = StepContext(state.settings, Options(), comm, state)
+    context = StepContext(state.settings, comm, state)
     left_out: Vectors = {}
     failed: Vectors = {}
     refreshed = jnp.zeros((), bool)
@@ -97,48 +88,42 @@ def observe_here(
 
 def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
-    settings = context.settings
     comm = context.comm
-    assignments = context.assignments
-    gradients = stack_gradients(context, factors.gradients)
+    stacks = stack_gradients(context, factors.gradients)
     if not comm.alone:
-        packed = stack_packed(settings, factors, comm.mean)
-        own = {
-            name: assignment
-            for name, assignment in assignments.items()
-            if name in gradients
-        }
-        statistics = comm.statistics(packed, assignments)
-        return BatchStacks(statistics, comm.means(gradients, own))
+        # Gradients have a message of their own, because statistics may be sent in bfloat16.
+        packed = stack_packed(context, factors, comm.mean)
+        means = comm.means(packed, context.assignments)
+        return means | comm.means(stacks, context.assignments)
     combined = Factors({name: block.combined() for name, block in factors.items()})
-    statistics = {}
-    for group in settings.groups:
+    for group in context.settings.groups:
         if group.captured:
-            moments = group.moments(settings.preconditioner)
-            statistics[group.name] = group.stack_factors(combined, moments)
-    return BatchStacks(statistics, gradients)
+            moments = group.moments(context.settings.preconditioner)
+            stacks[group.name] = group.stack_factors(combined, moments)
+    return stacks
 
 
 def stack_gradients(
     context: StepContext,
     gradients: Mapping[str, Array],
-) -> Vectors:
+) -> BatchStacks:
     """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
     groups = [group for group in context.settings.groups if not group.captured]
-    return context.stack(gradients, groups)
+    return dict(context.stack(gradients, groups))
 
 
 def stack_packed(
-    settings: Settings,
+    context: StepContext,
     factors: Factors,
     mean: Average | None = None,
-) -> dict[str, Statistics]:
-    """Stack the packed statistics of all blocks, `[k, ...]`, for each group with captured statistics.
+) -> BatchStacks:
+    """Stack the captured statistics of all blocks, and pack the blocks that have owners.
 
     The factors of `Tied` statistics are not linear in their traces, nor the factors of `Ragged` statistics in their row
     counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
     then equals the statistics that a single device computes from the whole batch.
     """
+    settings = context.settings
     # All blocks share a message. Over a mesh, it was sent with the statistics.
     narrow = settings.distribution.communication_dtype == "bfloat16" and device_axes()
     dtype = jnp.bfloat16 if narrow else None
@@ -147,7 +132,7 @@ def stack_packed(
         # Over a mesh all vectors are padded.
         return flat if device_axes() else pad_to_devices(flat)
 
-    stacks = {}
+    stacks: BatchStacks = {}
     for group in settings.groups:
         if not group.captured:
             continue
@@ -160,12 +145,10 @@ def stack_packed(
             sent[layer.name] = block
         moments = group.moments(settings.preconditioner)
         if moments is not None:
-            moments = fill(jnp.zeros(math.prod(moments))).shape
+            moments = fill(jnp.zeros((1, math.prod(moments)))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
         if group.owned:
-            # `Packed` has an axis of pieces, `[k, pieces, ...]`. Here the vector of a block is a single piece.
-            one_piece = jax.tree.map(lambda x: x[:, None], stack)
-            stack = Packed(one_piece, tuple(group.shapes.values()))
+            stack = Packed(stack, tuple(group.shapes.values()))
         stacks[group.name] = stack
     return stacks
 
@@ -190,13 +173,12 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
     left_out = {}
     for group in settings.groups:
         name = group.name
-        block = state.blocks[name]
+        block = block_of(state, comm, name)
         statistics: Any
         if group.captured:
-            statistics = stacks.statistics[name].unpacked()
+            statistics = stacks[name].unpacked()
         else:
-            gradients = stacks.gradients[name]
-            statistics = group.of_gradients(gradients)
+            statistics = group.of_gradients(stacks[name])
         # Statistics also count as non-finite if their squares overflow. A batch with such large statistics would
         # dominate the average for hundreds of steps.
         flags = [finite(x * x) for x in jax.tree.leaves(statistics)]
@@ -208,7 +190,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
             # Before the first decomposition there is no eigenbasis in which moments could be kept.
             corrected &= block.ready
             preconditioner = settings.preconditioner.update_moments(
-                part_of(state, comm, name, "preconditioner"),
+                block.preconditioner,
                 statistics.moments,
                 decay,
                 taken & corrected,
@@ -216,7 +198,7 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
             state = with_parts(state, comm, name, preconditioner=preconditioner)
             statistics = dataclasses.replace(statistics, moments=None)
         # Gradient factors are divided by roots of their trace, so undo this before averaging.
-        old = group.scaled(part_of(state, comm, name, "factors"), back=True)
+        old = group.scaled(block.factors, back=True)
         averages, weight = averaged(old, block.weight, statistics, decay, taken)
         averages = group.scaled(averages)
         state = with_parts(state, comm, name, factors=averages, weight=weight)
@@ -295,14 +277,14 @@ def refresh_group(
       `new` with this group refreshed, and a mask `[k]` of the blocks whose refresh failed.
     """
     name = group.name
-    block = state.blocks[name]
-    old = part_of(new, comm, name, "preconditioner")
+    block = block_of(new, comm, name)
     preconditioner = group.preconditioner_of(state.settings.preconditioner)
     damping = state.observe_damping
     if not group.owned:
         damping = damping * state.unitwise_damping_scale
-    averages = part_of(new, comm, name, "factors")
-    result = refresh(preconditioner, old, averages, wanted, damping)
+    result = refresh(
+        preconditioner, block.preconditioner, block.factors, wanted, damping
+    )
     new = with_parts(
         new,
         comm,
@@ -318,12 +300,9 @@ def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Basis]:
     """Gather the eigenvectors of blocks with moments from their owners to all devices."""
     sent = {}
     for name in state.bases:
-        basis = state.settings.preconditioner.basis(
-            part_of(state, comm, name, "preconditioner")
-        )
-        sent[name] = flatten(basis)
-    received = comm.gather(sent, assignments_of(state))
-    return {name: unflatten(x, state.bases[name]) for name, x in received.items()}
+        block = block_of(state, comm, name)
+        sent[name] = state.settings.preconditioner.basis(block.preconditioner)
+    return comm.gather(sent, assignments_of(state))
 
 
 def count_blocks(comm: CommContext, state: KfacState, flags: Vectors) -> Array:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 
@@ -35,13 +34,11 @@ class StepContext:
 
     Attributes:
       settings: the layers and how their blocks are preconditioned.
-      options: the options of a step. `observe` reads none.
       comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before the step or the `observe`.
     """
 
     settings: Settings
-    options: Options
     comm: CommContext
     state: KfacState
 
@@ -78,8 +75,13 @@ class StepContext:
         return matrices
 
     def take(self, name: str, stack: PyTree) -> PyTree:
-        """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have."""
-        return self.comm.take({name: stack}, self.assignments)[name]
+        """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have.
+
+        A group without owners keeps all blocks.
+        """
+        if name not in self.assignments:
+            return stack
+        return self.comm.take(stack, self.assignments[name])
 
     def products(self, a: Vectors, b: Vectors) -> tuple[Array, Array]:
         """Return the inner product of `a` and `b` over this device's own blocks, and over the blocks that all hold."""
@@ -104,13 +106,12 @@ class Gradients(NamedTuple):
     Attributes:
       tree: a tree like the parameters, without the leaves in `stacks`. If there are stacks, a number replaces each
         skipped leaf: 0 if the leaf is finite, otherwise NaN.
-      stacks: empty, except with `SplitGradients`. Then, for each group with owners, a list of stacks
-        `[positions, rows, d_out]`, kernels and biases apart if possible. Joined along the rows, they are
+      stacks: empty, except with `SplitGradients`. Then, for each group with owners, the owner's matrices
         `[positions, d_in, d_out]`. Outside `shard_map`, the first axis covers all devices' positions.
     """
 
     tree: PyTree
-    stacks: Mapping[str, list[Array]] = {}
+    stacks: Mapping[str, Array] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,12 @@ class WholeGradients(StepContext):
         device 1: 0 1 2 3 -- 2 3 /   and gather  \ 0 1 2 3
 
     On a single device, this sends no messages. Subclasses change how gradients come and how steps go.
+
+    Attributes:
+      options: the options of a step.
     """
+
+    options: Options
 
     def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
         """Receive the gradients of the blocks that this device preconditions.
@@ -138,7 +144,8 @@ class WholeGradients(StepContext):
         square = jnp.zeros((), jnp.float32)
         for x in matrices.values():
             square += jnp.sum(x * x)
-        return updates, self.comm.take(matrices, self.assignments), square
+        own = {name: self.take(name, x) for name, x in matrices.items()}
+        return updates, own, square
 
     def receive_params(
         self,
@@ -147,7 +154,7 @@ class WholeGradients(StepContext):
     ) -> Vectors:
         """Return the parameters of the blocks that this device preconditions, for some groups."""
         matrices = self.stack(leaves_by_path(params.tree), groups)
-        return self.comm.take(matrices, self.assignments)
+        return {name: self.take(name, x) for name, x in matrices.items()}
 
     def send(
         self,
@@ -216,9 +223,8 @@ class SplitGradients(WholeGradients):
     ) -> Vectors:
         replicated = [group for group in groups if not group.owned]
         matrices = self.stack(leaves_by_path(params.tree), replicated)
-        for name, parts in params.stacks.items():
-            dtype = self.state.blocks[name].weight.dtype
-            matrices[name] = jnp.concatenate(parts, axis=1).astype(dtype)
+        for name, stack in params.stacks.items():
+            matrices[name] = stack.astype(self.state.blocks[name].weight.dtype)
         return matrices
 
     def send(
@@ -231,12 +237,9 @@ class SplitGradients(WholeGradients):
         tree, narrowed = _split(updates.tree, replicated, steps, starts_of(replicated))
         stacks = {}
         for name, old in updates.stacks.items():
-            ends = np.cumsum([x.shape[1] for x in old])
-            parts = jnp.split(steps[name], ends[:-1], axis=1)
-            stacks[name] = [x.astype(y.dtype) for x, y in zip(parts, old, strict=True)]
-            for x in stacks[name]:
-                if x.dtype != steps[name].dtype:
-                    narrowed.append(self.only_owned(name, x))
+            stacks[name] = steps[name].astype(old.dtype)
+            if old.dtype != steps[name].dtype:
+                narrowed.append(self.only_owned(name, stacks[name]))
         return Gradients(tree, stacks), usable & all_finite(narrowed)
 
 

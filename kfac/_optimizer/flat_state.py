@@ -5,110 +5,73 @@ block that most devices do not own. Between steps, each device stores its own bl
 triangles, preconditioners, and momenta with adaptive rates. Each vector has the same length on all devices, set by the
 device that needs the most.
 
-`part_of` unpacks a group's factors, preconditioners or momenta, and `with_parts` writes them back. `observe` unpacks
-and writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
+`block_of` unpacks a group, and `with_parts` writes factors, preconditioners or momenta back. `observe` unpacks and
+writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
 momenta before it writes any back, because it first has to find out whether its result is finite.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._distributed.collectives import of_this_device
+from kfac._distributed.collectives import Segments, lay_end_to_end, of_this_device
 from kfac._distributed.comm import CommContext
-from kfac._distributed.message_layout import lay_end_to_end
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Kronecker, Packed
 from kfac._mesh import PyTree, as_varying, varying_axes
-from kfac._optimizer.state import FlatState, Form, KfacState, with_blocks
+from kfac._optimizer.state import (
+    BlockState,
+    FlatState,
+    Form,
+    KfacState,
+    form_of,
+    with_blocks,
+)
 from kfac._packing import flatten, unflatten
 
 
-class Slot(NamedTuple):
-    """The location of a group's blocks in the flat vectors of a part: factors, preconditioner or momentum.
+def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
+    """Return the blocks of a group that this device holds, as stacks `[k, ...]`.
 
-    Attributes:
-      shapes: the part's shapes `[1, ...]` for a single block, a tree of `jax.ShapeDtypeStruct`s.
-      size: the number of elements that a block has in the vector.
-      starts: where each block starts in its owner's vector, by owner, in block order.
-      length: the vector's length.
+    If the group is in the flat state, `k` is 1, and these stacks are zero if this device owns no block.
     """
-
-    shapes: PyTree
-    size: int
-    starts: dict[int, int]
-    length: int
-
-
-def slots_of(state: KfacState, part: str) -> dict[str, Slot]:
-    """Return the slots of a part, by group, for all groups that store it in the flat state."""
-    stored = []
-    for name, owned in state.owned.items():
-        if owned.form is not None:
-            stored.append((name, owned.form, owned.assignment))
-    return _slots(part, tuple(stored))
-
-
-@functools.cache
-def _slots(
-    part: str,
-    groups: tuple[tuple[str, Form, BlockAssignment], ...],
-) -> dict[str, Slot]:
-    """Return the slots of a part, by group. Each group is given as its name, form and assignment."""
-    shapes = {}
-    sizes = {}
-    assignments = {}
-    for name, form, assignment in groups:
-        of_part = getattr(jax.tree.unflatten(*form), part)
-        if jax.tree.leaves(of_part):
-            shapes[name] = of_part
-            sizes[name] = jax.eval_shape(lambda x: _flat(part, x), of_part).shape[1]
-            assignments[name] = assignment
-    starts, lengths = lay_end_to_end(assignments, sizes)
-    length = max(lengths.values(), default=0)
-    return {n: Slot(shapes[n], sizes[n], starts[n], length) for n in shapes}
-
-
-def part_of(
-    state: KfacState,
-    comm: CommContext,
-    name: str,
-    part: str,
-) -> PyTree:
-    """Return a part of a group's blocks as stacks `[k, ...]`.
-
-    If the group stores the part in the flat state, the stacks have `k = 1`. They are zero if this device owns no block.
-    """
-    slot = slots_of(state, part).get(name)
-    if slot is None:
-        return getattr(state.blocks[name], part)
-    vector = getattr(state.flat_state, part)
-    begin = of_this_device(slot.starts, slot.length, comm.owner_axes)
-    flat = lax.dynamic_slice_in_dim(vector, begin, slot.size)
-    flat = jnp.where(comm.owns(state.owned[name].assignment), flat, 0)[None]
-    if part != "factors":
-        return unflatten(flat, slot.shapes)
-    return unflatten(flat, jax.eval_shape(_packed, slot.shapes)).unpacked()
+    blocks = state.blocks[name]
+    parts = {}
+    for part in FlatState._fields:
+        sizes, segments = _layout(state, part)
+        if name not in sizes:
+            continue
+        owned = state.owned[name]
+        vector = getattr(state.flat_state, part)
+        begin = of_this_device(segments.starts[name], segments.length, comm.owner_axes)
+        flat = lax.dynamic_slice_in_dim(vector, begin, sizes[name])
+        flat = jnp.where(comm.owns(owned.assignment), flat, 0)[None]
+        shapes = getattr(owned.shapes, part)
+        if part == "factors":
+            parts[part] = unflatten(flat, jax.eval_shape(_packed, shapes)).unpacked()
+        else:
+            parts[part] = unflatten(flat, shapes)
+    return blocks._replace(**parts)
 
 
 def with_parts(
     state: KfacState, comm: CommContext, name: str, **parts: PyTree
 ) -> KfacState:
-    """Return the state with new values for the given parts of a group's blocks."""
+    """Return the state with new values for the given fields of a group's `BlockState`."""
     stacks = {}
     for part, new in parts.items():
-        slot = slots_of(state, part).get(name) if part in FlatState._fields else None
-        if slot is None:
+        sizes, segments = _layout(state, part)
+        if name not in sizes:
             stacks[part] = new
             continue
         vector = getattr(state.flat_state, part)
-        begin = of_this_device(slot.starts, slot.length, comm.owner_axes)
-        old = lax.dynamic_slice_in_dim(vector, begin, slot.size)
+        begin = of_this_device(segments.starts[name], segments.length, comm.owner_axes)
+        old = lax.dynamic_slice_in_dim(vector, begin, sizes[name])
         flat = _flat(part, new)[0].astype(old.dtype)
         flat = jnp.where(comm.owns(state.owned[name].assignment), flat, old)
         vector = as_varying(vector, varying_axes(flat))
@@ -121,31 +84,66 @@ def with_parts(
 
 def opened(state: KfacState, comm: CommContext) -> KfacState:
     """Return the state with all blocks in stacks."""
-    blocks = state.blocks
-    for name in blocks:
-        parts = {part: part_of(state, comm, name, part) for part in FlatState._fields}
-        blocks[name] = blocks[name]._replace(**parts)
-    return with_blocks(state, blocks)
+    owned = {}
+    for name, old in state.owned.items():
+        blocks = block_of(state, comm, name)
+        owned[name] = dataclasses.replace(old, blocks=blocks, form=None)
+    return state._replace(owned=owned, flat_state=FlatState())
 
 
 def closed(state: KfacState, comm: CommContext) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the flat state: the inverse of `opened`."""
-    for part in FlatState._fields:
-        slots = slots_of(state, part)
-        blocks = state.blocks
-        if not slots:
+    owned = dict(state.owned)
+    moved = {}
+    for name, old in owned.items():
+        if old.assignment.full:
             continue
-        shapes = jax.tree.leaves([slot.shapes for slot in slots.values()])
-        length = next(iter(slots.values())).length
-        zeros = jnp.zeros(length, jnp.result_type(*shapes))
-        state = state._replace(flat_state=state.flat_state._replace(**{part: zeros}))
-        for name in slots:
-            stack = getattr(blocks[name], part)
-            state = with_parts(state, comm, name, **{part: stack})
-            nothing: PyTree = {part: None}
-            blocks[name] = blocks[name]._replace(**nothing)
-        state = with_blocks(state, blocks)
+        moved[name] = {part: getattr(old.blocks, part) for part in FlatState._fields}
+        empty: PyTree = dict.fromkeys(FlatState._fields)
+        blocks = old.blocks._replace(**empty)
+        owned[name] = dataclasses.replace(old, blocks=blocks, form=form_of(old.blocks))
+    state = state._replace(owned=owned)
+    vectors = {}
+    for part in FlatState._fields:
+        sizes, segments = _layout(state, part)
+        if sizes:
+            dtype = jnp.result_type(*jax.tree.leaves([x[part] for x in moved.values()]))
+            vectors[part] = jnp.zeros(segments.length, dtype)
+    state = state._replace(flat_state=FlatState(**vectors))
+    for name, parts in moved.items():
+        state = with_parts(state, comm, name, **parts)
     return state
+
+
+def _layout(state: KfacState, part: str) -> tuple[dict[str, int], Segments]:
+    """Return the layout of a vector in the flat state, for the field `part` of `BlockState`.
+
+    Returns:
+      The size of a block for each group in the vector, and the blocks' places.
+    """
+    stored = []
+    if part in FlatState._fields:
+        for name, owned in state.owned.items():
+            if owned.form is not None:
+                stored.append((name, owned.form, owned.assignment))
+    return _layout_of(part, tuple(stored))
+
+
+@functools.cache
+def _layout_of(
+    part: str,
+    groups: tuple[tuple[str, Form, BlockAssignment], ...],
+) -> tuple[dict[str, int], Segments]:
+    """Implement `_layout` for groups that are given as their names, forms and assignments."""
+    sizes = {}
+    assignments = {}
+    for name, form, assignment in groups:
+        shapes = getattr(jax.tree.unflatten(*form), part)
+        if jax.tree.leaves(shapes):
+            flat = jax.eval_shape(functools.partial(_flat, part), shapes)
+            sizes[name] = flat.shape[1]
+            assignments[name] = assignment
+    return sizes, lay_end_to_end(assignments, sizes)
 
 
 def _flat(part: str, tree: PyTree) -> Array:

@@ -20,7 +20,6 @@ from kfac._optimizer.state import (
     Owned,
     PreconditionerState,
     Settings,
-    form_of,
     match_leaves,
 )
 from kfac._optimizer.step_scaling import MomentumState
@@ -58,9 +57,7 @@ def init_state(
             continue
         assignment = assignments[name]
         blocks = init_blocks(settings, options, group, assignment.slots, dtype)
-        owned[name] = Owned(
-            blocks, assignment, None if assignment.full else form_of(blocks)
-        )
+        owned[name] = Owned(blocks, assignment)
         if devices > 1 and group.moments(settings.preconditioner):
             everywhere = init_preconditioner(settings, group, size, dtype)
             bases[name] = settings.preconditioner.basis(everywhere)

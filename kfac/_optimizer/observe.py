@@ -10,16 +10,13 @@ from kfac._curvature.blocks import check_factors
 from kfac._factors import Factors
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
-from kfac._optimizer.options import Options
 from kfac._optimizer.overdue import note_observe
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
 from kfac._optimizer.state import (
     KfacState,
-    assignments_of,
     find_nodes,
     is_variable,
-    param_specs_of,
     pure,
 )
 
@@ -116,12 +113,4 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
     if mesh is None:
         return observe_here(comm, state, factors)
-    meshed = ShardedStep(
-        settings,
-        Options(),
-        comm,
-        mesh,
-        assignments_of(state),
-        param_specs_of(state),
-    )
-    return meshed.observe(state, factors)
+    return ShardedStep(settings, comm, mesh, state).observe(factors)

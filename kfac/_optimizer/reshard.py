@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from kfac._checks import check
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution, check_distribution
-from kfac._distributed.owners import BlockAssignment, assign_blocks, block_cost
+from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
 from kfac._factors import per_block
 from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
 from kfac._optimizer.flat_state import closed, opened
@@ -25,7 +25,6 @@ from kfac._optimizer.state import (
     Owned,
     devices_of,
     find_nodes,
-    form_of,
 )
 
 
@@ -150,7 +149,6 @@ def gather_state(opt_state: Any) -> Any:
         )
         return node._replace(
             owned={name: _gather_owned(owned) for name, owned in node.owned.items()},
-            flat_state=FlatState(),
             # `scatter_state` recomputes the bases from the blocks.
             bases={},
             settings=settings,
@@ -196,16 +194,12 @@ def scatter_state(
             raise ValueError(
                 "portable must be what gather_state returns, but is a state for several devices"
             )
-        costs = []
         bases = {}
         for name, owned in node.owned.items():
-            factors = owned.blocks.factors
-            shapes = {"A": factors.A.shape[1:], "G": factors.G.shape[1:]}
-            costs.append(block_cost(name, owned.assignment.blocks, shapes))
             basis = node.settings.preconditioner.basis(owned.blocks.preconditioner)
             if basis is not None and num_devices > 1:
                 bases[name] = basis
-        assignments = assign_blocks(costs, num_devices)
+        assignments = assign_blocks(group_costs(node.settings.groups), num_devices)
         owned = {n: _scatter_owned(x, assignments[n]) for n, x in node.owned.items()}
         settings = dataclasses.replace(node.settings, distribution=distribution)
         node = node._replace(owned=owned, bases=bases, settings=settings)
@@ -241,7 +235,7 @@ def _each_device(
 
     A state in which every group has at least as many blocks as devices is returned unchanged.
     """
-    if all(owned.form is None for owned in state.owned.values()):
+    if all(owned.assignment.full for owned in state.owned.values()):
         return state
     comm = CommContext(("devices",), ("devices",))
 
@@ -285,7 +279,7 @@ def _gather_owned(owned: Owned) -> Owned:
     assignment = owned.assignment
     whole = dataclasses.replace(owned.assignment, devices=1, owners=())
     blocks = jax.tree.map(lambda x: x[assignment.block_to_slot], owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, assignment=whole, form=None)
+    return dataclasses.replace(owned, blocks=blocks, assignment=whole)
 
 
 def _scatter_owned(owned: Owned, assignment: BlockAssignment) -> Owned:
@@ -295,6 +289,5 @@ def _scatter_owned(owned: Owned, assignment: BlockAssignment) -> Owned:
         dealt = x[assignment.slot_to_block]
         return jnp.where(per_block(held, dealt), dealt, 0)
 
-    form = None if assignment.full else form_of(owned.blocks)
     blocks = jax.tree.map(spread, owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, assignment=assignment, form=form)
+    return dataclasses.replace(owned, blocks=blocks, assignment=assignment)

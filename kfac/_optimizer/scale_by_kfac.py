@@ -9,7 +9,6 @@ import math
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import AxisType
 
 from kfac._checks import check_layers
 from kfac._curvature.cholesky import Cholesky
@@ -28,11 +27,9 @@ from kfac._optimizer.sharded_step import ShardedStep, init_over_mesh, mesh_to_op
 from kfac._optimizer.state import (
     KfacState,
     Settings,
-    assignments_of,
     check_devices,
     check_groups,
     match_leaves,
-    param_specs_of,
 )
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
@@ -204,21 +201,12 @@ class Transformation:
             check_devices(
                 state, math.prod(mesh.shape[name] for name in comm.owner_axes)
             )
-            types_tell = all(kind == AxisType.Explicit for kind in mesh.axis_types)
-            param_specs = {} if types_tell else param_specs_of(state)
-            meshed = ShardedStep(
-                self.settings,
-                self.options,
-                comm,
-                mesh,
-                assignments_of(state),
-                param_specs,
-            )
-            updates, state = meshed.step(updates, params, state, now)
+            meshed = ShardedStep(self.settings, comm, mesh, state)
+            updates, state = meshed.step(self.options, updates, params, now)
             return updates, self.prepared(state)
         form = LocalGradients if varying_axes(updates) else WholeGradients
         steps, state = preconditioned_step(
-            functools.partial(form, self.settings, self.options, comm),
+            functools.partial(form, self.settings, comm, options=self.options),
             Gradients(updates),
             Gradients(params),
             state,

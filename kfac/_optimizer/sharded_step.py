@@ -2,7 +2,7 @@
 
 If gradients are split over the mesh, as in FSDP or tensor parallelism, this module lays out each group's stack over its
 owners. XLA moves the leaves to the owners and the results back. It uses an all-to-all if the leaves are split over the
-same devices. Kernels and biases go in separate stacks, because joining them would make XLA move the kernels again.
+same devices.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ from kfac._optimizer.exchange import (
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.options import Options
 from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.state import KfacState, Settings, devices_of
+from kfac._optimizer.state import (
+    KfacState,
+    Settings,
+    assignments_of,
+    devices_of,
+    param_specs_of,
+)
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
 
@@ -55,20 +61,27 @@ class ShardedStep:
 
     Attributes:
       settings: the layers and how their blocks are preconditioned.
-      options: the options of a step. `observe` reads none.
       comm: how blocks are distributed over devices, and the communication between the devices.
       mesh: the mesh.
-      assignments: how each group's blocks are assigned to devices.
-      param_specs: the `PartitionSpec`s of leaves by path, on automatic axes, where the leaves' types do not contain
-        them.
+      state: the state before the step or the `observe`.
     """
 
     settings: Settings
-    options: Options
     comm: CommContext
     mesh: Mesh | AbstractMesh
-    assignments: dict[str, BlockAssignment]
-    param_specs: dict[str, PartitionSpec]
+    state: KfacState
+
+    @functools.cached_property
+    def assignments(self) -> dict[str, BlockAssignment]:
+        """How each group's blocks are assigned to devices."""
+        return assignments_of(self.state)
+
+    @functools.cached_property
+    def param_specs(self) -> dict[str, PartitionSpec]:
+        """The `PartitionSpec`s of leaves by path. On explicit axes, the leaves' types contain them."""
+        if all(kind == AxisType.Explicit for kind in self.mesh.axis_types):
+            return {}
+        return param_specs_of(self.state)
 
     @property
     def owner_axes(self) -> tuple[str, ...]:
@@ -77,17 +90,17 @@ class ShardedStep:
 
     def step(
         self,
+        options: Options,
         updates: PyTree,
         params: PyTree | None,
-        state: KfacState,
         now: StepScalars,
     ) -> tuple[PyTree, KfacState]:
         """Run `preconditioned_step` on every device.
 
         Args:
+          options: the options of the step.
           updates: the gradients.
           params: the parameters, or None if step lengths do not depend on them.
-          state: the state before the step.
           now: the scalars of the step.
 
         Returns:
@@ -95,7 +108,7 @@ class ShardedStep:
         """
         split = self.is_split(updates)
         form = SplitGradients if split else WholeGradients
-        exchange = functools.partial(form, self.settings, self.options, self.comm)
+        exchange = functools.partial(form, self.settings, self.comm, options=options)
 
         def lay_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree))
@@ -111,12 +124,12 @@ class ShardedStep:
         weights = Gradients(None)
         if params is not None:
             weights = lay_out(params)
-        new, state = step(lay_out(updates), weights, state, now)
+        new, state = step(lay_out(updates), weights, self.state, now)
         if split:
             return self.from_owners(new, updates), state
         return reshard_like(new.tree, updates), state
 
-    def observe(self, state: KfacState, factors: Factors | None) -> KfacState:
+    def observe(self, factors: Factors | None) -> KfacState:
         """Run `observe_here` on every device; with `factors=None` refresh the preconditioners only."""
         states = state_spec(self.owner_axes)
         over = PartitionSpec(self.owner_axes)
@@ -124,18 +137,17 @@ class ShardedStep:
         specs: Any = everywhere
         stacks = None
         if factors is not None:
-            specs = BatchStacks({}, {})
+            specs = {}
             for group in self.settings.groups:
-                field = specs.statistics if group.captured else specs.gradients
-                field[group.name] = over if group.owned else everywhere
-            stacks = with_auto_axes(self.statistics_to_owners, specs)(state, factors)
+                specs[group.name] = over if group.owned else everywhere
+            stacks = with_auto_axes(self.statistics_to_owners, specs)(factors)
         observe = jax.shard_map(
             functools.partial(observe_here, self.comm),
             mesh=self.mesh,
             in_specs=(states, specs),
             out_specs=states,
         )
-        return observe(state, stacks)
+        return observe(self.state, stacks)
 
     def owned(self, tree: PyTree) -> dict[str, Array]:
         """Return the leaves that only their owners precondition, by path."""
@@ -152,29 +164,24 @@ class ShardedStep:
         if len({kinds[name] for name in self.owner_axes}) != 1:
             return False
         leaves = self.owned(updates)
-        parts = [part for group in self.settings.owned for part in group.by_leaf]
-        if any(len(_dtypes(part, leaves)) > 1 for part in parts):
+        if any(len(_dtypes(group, leaves)) > 1 for group in self.settings.owned):
             return False
         for path, leaf in leaves.items():
             if any(self.param_specs.get(path, jax.typeof(leaf).sharding.spec)):
                 return True
         return False
 
-    def statistics_to_owners(self, state: KfacState, factors: Factors) -> BatchStacks:
+    def statistics_to_owners(self, factors: Factors) -> BatchStacks:
         """Stack packed statistics and gradients for `observe_here`.
 
         Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
         """
-        leaves = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
-        context = StepContext(self.settings, self.options, self.comm, state)
-        gradients = stack_gradients(context, leaves)
-        statistics = stack_packed(self.settings, factors)
+        gradients = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
+        context = StepContext(self.settings, self.comm, self.state)
+        stacks = stack_packed(context, factors) | stack_gradients(context, gradients)
         for name, assignment in self.assignments.items():
-            if name in statistics:
-                statistics[name] = self.over_owners(statistics[name], assignment)
-            else:
-                gradients[name] = self.over_owners(gradients[name], assignment)
-        return BatchStacks(statistics, gradients)
+            stacks[name] = self.over_owners(stacks[name], assignment)
+        return stacks
 
     def to_owners(self, tree: PyTree) -> Gradients:
         """Stack gradients or parameters.
@@ -195,20 +202,19 @@ class ShardedStep:
         stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
         return Gradients(replicated(map_by_path(rest, tree)), stacks)
 
-    def stack_owned(self, owned: dict[str, Array]) -> dict[str, list[Array]]:
+    def stack_owned(self, owned: dict[str, Array]) -> dict[str, Array]:
         """Stack the leaves that only their owners precondition, in their owners' slots."""
 
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))
 
-        stacks: dict[str, list[Array]] = {}
+        stacks = {}
         for group in self.settings.owned:
-            stacks[group.name] = []
-            for part in group.by_leaf:
-                dtype = jnp.result_type(*(_dtypes(part, owned) or [jnp.float32]))
-                matrices = part.stack_matrices(owned, dtype, before_cut)
-                stack = self.over_owners(matrices, self.assignments[group.name])
-                stacks[group.name].append(stack)
+            dtype = jnp.result_type(*(_dtypes(group, owned) or [jnp.float32]))
+            matrices = group.stack_matrices(owned, dtype, before_cut)
+            stacks[group.name] = self.over_owners(
+                matrices, self.assignments[group.name]
+            )
         return stacks
 
     def from_owners(self, new: Gradients, updates: PyTree) -> PyTree:
@@ -235,7 +241,7 @@ class ShardedStep:
 
     def split_owned(
         self,
-        stacks: dict[str, list[Array]],
+        stacks: dict[str, Array],
         owned: dict[str, Array],
     ) -> dict[str, Array]:
         """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
@@ -243,11 +249,11 @@ class ShardedStep:
         for group in self.settings.owned:
             d_out, d_in = self.across(group.layers[0])
             places = self.assignments[group.name].block_to_slot
-            for part, stack in zip(group.by_leaf, stacks[group.name], strict=True):
-                # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves
-                # free, and knows how the leaves lie.
-                blocks = _picked(self.lying(stack, None, d_in, d_out), places)
-                leaves |= part.split_matrices(blocks, starts_of([part]))
+            # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves free, and
+            # knows how the leaves lie.
+            stack = self.lying(stacks[group.name], None, d_in, d_out)
+            blocks = _picked(stack, places)
+            leaves |= group.split_matrices(blocks, starts_of([group]))
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
 
     def across(self, layer: Layer) -> tuple[Any, Any]:

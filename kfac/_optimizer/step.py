@@ -21,13 +21,12 @@ from kfac._leaves import leaves_by_path
 from kfac._linalg import cosine
 from kfac._optimizer.exchange import (
     Gradients,
-    StepContext,
     Vectors,
     WholeGradients,
     all_finite,
     join,
 )
-from kfac._optimizer.flat_state import part_of, with_parts
+from kfac._optimizer.flat_state import block_of, with_parts
 from kfac._optimizer.state import (
     KfacMetrics,
     KfacState,
@@ -55,7 +54,7 @@ def preconditioned_step(
     """Precondition the gradients and turn them into updates.
 
     Args:
-      exchange: returns a `StepContext` for the form of the gradients.
+      exchange: returns the context of a step, for the form of the gradients.
       updates: the gradients.
       params: the parameters, or empty if the step lengths do not depend on them.
       state: the state before the step.
@@ -98,7 +97,7 @@ def preconditioned_step(
 
 
 def precondition(
-    device: StepContext,
+    device: WholeGradients,
     now: StepScalars,
     gradients: Vectors,
 ) -> tuple[Vectors, dict[str, PreconditionerState], Vectors]:
@@ -118,13 +117,13 @@ def precondition(
     for group in settings.groups:
         name = group.name
         preconditioner = group.preconditioner_of(settings.preconditioner)
-        preconditioner_state = part_of(state, device.comm, name, "preconditioner")
-        ready = state.blocks[name].ready
+        block = block_of(state, device.comm, name)
+        ready = block.ready
         gradient = gradients[name]
         if preconditioner.owns_momentum:
             advanced[name], result[name], angles[name] = (
                 preconditioner.precondition_momentum(
-                    preconditioner_state,
+                    block.preconditioner,
                     gradient,
                     now.damping,
                     momentum,
@@ -134,7 +133,7 @@ def precondition(
             continue
         # Stacks here are `[k, d_in, d_out]`, as most kernels lie in memory. Preconditioners take `[k, d_out, d_in]`.
         applied = preconditioner.apply(
-            preconditioner_state, gradient.mT, now.damping
+            block.preconditioner, gradient.mT, now.damping
         ).mT
         # A block that was never refreshed keeps its gradient.
         result[name] = jnp.where(per_block(ready, applied), applied, gradient)
@@ -142,7 +141,7 @@ def precondition(
 
 
 def clip(
-    device: StepContext,
+    device: WholeGradients,
     now: StepScalars,
     steps: Vectors,
     gradients: Vectors,
@@ -165,7 +164,7 @@ def clip(
 
 
 def add_momentum(
-    device: StepContext,
+    device: WholeGradients,
     now: StepScalars,
     steps: Vectors,
     gradients: Vectors,
@@ -180,7 +179,7 @@ def add_momentum(
     steps = dict(steps)
     motions = {}
     for name in state.blocks:
-        trace, rate = part_of(state, device.comm, name, "momentum_state")
+        trace, rate = block_of(state, device.comm, name).momentum_state
         if rate is not None:
             # A preconditioner that owns the momentum has compared its directions with the gradients itself.
             angle = angles[name] if trace is None else cosine(trace, gradients[name])
@@ -221,7 +220,7 @@ def set_lengths(
     return normalized | normalize_step(replicated, now.coefficient)
 
 
-def multiply(device: StepContext, steps: Vectors) -> Vectors:
+def multiply(device: WholeGradients, steps: Vectors) -> Vectors:
     """Multiply the steps by their layers' multipliers.
 
     This is the last stage, because earlier stages would undo a factor: step lengths rescale it away, and the KL clip
@@ -240,7 +239,7 @@ def multiply(device: StepContext, steps: Vectors) -> Vectors:
 
 
 def build_stack(
-    device: StepContext,
+    device: WholeGradients,
     group: Group,
     steps: Array,
     params: Array | None,
@@ -275,7 +274,7 @@ def build_stack(
 
 
 def measure(
-    device: StepContext,
+    device: WholeGradients,
     now: StepScalars,
     advanced: dict[str, PreconditionerState],
     motions: dict[str, MomentumState],
@@ -352,7 +351,7 @@ def measure(
 
 
 def commit(
-    device: StepContext,
+    device: WholeGradients,
     preconditioners: dict[str, PreconditionerState],
     motions: dict[str, MomentumState],
     usable: Array,
@@ -361,9 +360,11 @@ def commit(
     state = device.state
     comm = device.comm
     for name, motion in motions.items():
+        block = block_of(state, comm, name)
         new: dict[str, Any] = {"momentum_state": motion}
+        old: dict[str, Any] = {"momentum_state": block.momentum_state}
         if name in preconditioners:
             new["preconditioner"] = preconditioners[name]
-        old = {part: part_of(state, comm, name, part) for part in new}
+            old["preconditioner"] = block.preconditioner
         state = with_parts(state, comm, name, **optax.tree.where(usable, new, old))
     return state

@@ -32,9 +32,9 @@ from kfac._curvature.preconditioner import (
     check_preconditioner,
 )
 from kfac._curvature.soap import SOAP
+from kfac._distributed.collectives import lay_out_shares
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.message_layout import BUCKETS, make_buckets, make_message_layout
 from kfac._distributed.owners import assign_blocks, group_costs
 from kfac._factors import Statistics
 from kfac._layers import Layers, format_bytes
@@ -218,20 +218,21 @@ def estimate(
         """Return the bytes that a device sends in an all-reduce."""
         return 2 * (devices - 1) / devices * size
 
-    def moved(sizes: Mapping[str, int], buckets: int = 1) -> int:
+    def moved(sizes: Mapping[str, int]) -> int:
         """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
 
         Args:
           sizes: the bytes of a block, for each group.
-          buckets: the largest number of messages.
         """
-        total = 0
-        whole = {n: assignments[n].blocks * k for n, k in sizes.items() if k}
-        for names in make_buckets(whole, buckets):
-            layout = make_message_layout(assignments, {n: sizes[n] for n in names})
-            evenly = sum(assignments[n].full * sizes[n] for n in names)
-            total += (devices - 1) * (evenly + layout.width + layout.exchanged)
-        return total
+        sizes = {name: size for name, size in sizes.items() if size}
+        if not sizes:
+            return 0
+        shares, segments = lay_out_shares(assignments, sizes)
+        width = segments.length
+        for name, size in sizes.items():
+            owners = assignments[name].owners
+            width += assignments[name].full * size + len(owners) * shares[name]
+        return (devices - 1) * width
 
     # The bytes of a block's gradient, statistics and basis, for each group of blocks with owners.
     kernels: dict[str, int] = {}
@@ -272,7 +273,7 @@ def estimate(
     messages = {
         "gradients": all_reduced(gradients),
         "preconditioning": moved(kernels),
-        "statistics": moved(sent, BUCKETS) + all_reduced(reduced),
+        "statistics": moved(sent) + all_reduced(reduced),
         "refresh": moved(bases),
     }
     memory = {

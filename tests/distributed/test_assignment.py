@@ -23,7 +23,7 @@ import messages
 import problem
 import resnet50_step
 from kfac._curvature.blocks import group_layers
-from kfac._distributed.message_layout import make_message_layout
+from kfac._distributed.collectives import lay_end_to_end
 from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks, group_costs
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "resnet50_step.py"
@@ -65,22 +65,28 @@ def test_remainders_fill_up_the_devices():
     assert sorted(load) == [19, 19, 19, 19, 109, 109, 119, 706]
 
 
-def test_segments_hold_every_block_once():
-    """Check remainders of any size, with message segments that are padded, split into pieces, or missing."""
+def test_lay_end_to_end_holds_every_block_once():
+    for assignments, sizes in random_remainders():
+        starts, length = lay_end_to_end(assignments, sizes)
+        used = {}
+        for name, assignment in assignments.items():
+            assert tuple(starts.get(name, ())) == assignment.owners
+            for device, start in starts.get(name, {}).items():
+                places = used.setdefault(device, np.zeros(length, int))
+                places[start : start + sizes[name]] += 1
+        ends = []
+        for places in used.values():
+            ends.append(places.sum())
+            assert (places[: ends[-1]] == 1).all()
+        assert length == max(ends, default=0)
+
+
+def random_remainders():
+    """Yield assignments and block sizes for remainders of any size."""
     rng = np.random.default_rng(0)
     for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
         costs = [Cost(str(k), int(rng.integers(1, 20)), 1, int(rng.integers(1, 99))) for k in range(groups)]
-        assignments = assign_blocks(costs, devices)
-        layout = make_message_layout(assignments, {cost.name: cost.elements for cost in costs})
-        used = {device: np.zeros(length, int) for device, length in layout.lengths.items()}
-        for name, _, _, elements in costs:
-            assert tuple(layout.starts.get(name, ())) == assignments[name].owners
-            for device, start in layout.starts.get(name, {}).items():
-                used[device][start : start + elements] += 1
-        assert all((places == 1).all() for places in used.values())
-        for device, length in layout.lengths.items():
-            assert layout.direct + devices * layout.pieces[device] >= length
-        assert layout.direct == 0 or len(layout.lengths) == devices
+        yield assign_blocks(costs, devices), {cost.name: cost.elements for cost in costs}
 
 
 # In the GPT, the table's `G` takes 0.015 times the largest block's work. All devices invert it, because they share the
@@ -98,7 +104,7 @@ def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean,
     assert max(work) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.01), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
+@pytest.mark.parametrize(("model", "devices", "most"), [("resnet50", 8, 1.07), ("resnet50", 64, 1.1), ("gpt", 8, 1.02)])
 def test_preconditioned_gradients_are_hardly_padded(model, devices, most, resnet50_layers):
     """Check that a step with local gradients sends about as much as SGD.
 

@@ -1,6 +1,6 @@
 """Test the messages between devices, counted from compiled programs.
 
-Some tests use internals of three packages: groups, message buckets, and thresholds below which patches are small.
+A test uses internals: thresholds below which patches are small.
 """
 
 import functools
@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
-from kfac._curvature.blocks import group_layers
-from kfac._distributed.message_layout import make_buckets
 from kfac._statistics import convolution, moments
 
 DEVICES = 4
@@ -164,22 +162,6 @@ def test_most_of_the_backward_pass_goes_on_beside_the_first_message_of_statistic
     share = messages.independent_of_first(mapped.params["jaxpr"], "reduce_scatter")
     print(f"{share:.0%} of the FLOPs of the backward pass")
     assert share >= 0.5, share
-
-
-def test_the_first_message_of_statistics_is_of_what_the_backward_pass_has_finished_first():
-    """Check that the program's order counts, whatever the parameters' names are."""
-
-    def loss(params, x):
-        for name in ("stem", "a", "b", "head"):
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(jnp.sum(x**2, -1))
-
-    shapes = {"stem": (3, 4), "a": (4, 5), "b": (5, 6), "head": (6, 2)}
-    layers = kfac.find_layers(loss, {name: jnp.zeros(shape) for name, shape in shapes.items()}, jnp.zeros((2, 3)))
-    groups = group_layers(layers)
-    assert [layer.name for group in groups for layer in group.layers] == list(shapes)
-    first, last = make_buckets({group.layers[0].name: 1 for group in groups}, 2)
-    assert (first, last) == (["head", "b"], ["a", "stem"])
 
 
 def test_messages_in_loops_count_as_often_as_they_are_sent():
