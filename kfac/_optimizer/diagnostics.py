@@ -93,6 +93,8 @@ def statistics_due(opt_state: Any) -> Array:
     states = some_states(opt_state, "opt_state")
     flags = []
     for state in states:
+        # The loop calls `observe`, but may drop its result. Under `jit` and while a step runs, this does nothing.
+        warn_if_overdue(state)
         # A copy, because a step may donate the state. More operations would delay the next step.
         due = jnp.array(pure(state.due), bool)
         flags.append(due.ravel()[0] if due.ndim else due)

@@ -1,8 +1,8 @@
 """Tell the user of a loop without `observe` that gradients are not preconditioned.
 
 A compiled `update` cannot tell. A callback would keep its program out of JAX's compilation cache, make each call on a
-CPU wait for its result, and run once on each device. So the next call outside of `jit` tells, such as `diagnostics`,
-and otherwise the end of the program.
+CPU wait for its result, and run once on each device. So the next call outside of `jit` tells, such as `diagnostics` or
+`statistics_due`, and otherwise the end of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ REMEDY = (
     "when kfac.statistics_due(opt_state), call opt_state = kfac.observe(opt_state, kfac.statistics(loss_fn, layers)("
     "params, batch)) before update"
 )
-OVERDUE = f"there were no new statistics for more than three intervals: {REMEDY}"
+OVERDUE = (
+    f"there were no new statistics for more than three intervals: {REMEDY}, and keep its result (in Flax nnx, compile "
+    "it with nnx.jit, because jax.jit drops the change to the optimizer)"
+)
 NEVER = (
     "kfac: update was compiled, but kfac.observe was never called, so gradients were not preconditioned: "
     f"{REMEDY}"

@@ -251,6 +251,16 @@ def test_update_or_diagnostics_warn_once_of_forgotten_statistics(compiled_update
     assert len(warned) == 1
 
 
+def test_statistics_due_warns_of_a_loop_that_drops_what_observe_returns():
+    tx, (grads, factors) = kfac.scale_by_kfac(layers(), statistics_period=4), measured(0)
+    state = tx.init(initial())
+    with pytest.warns(UserWarning, match=r"call opt_state = kfac\.observe.* and keep its result"):
+        for _ in range(15):
+            if kfac.statistics_due(state):
+                kfac.observe(state, factors)
+            state = jax.block_until_ready(compiled(tx.update)(grads, state)[1])
+
+
 def test_diagnostics_do_not_warn_of_a_loop_with_an_interval_of_its_own():
     tx, (grads, factors) = kfac.scale_by_kfac(layers(), statistics_period=5), measured(0)
     step, observe = compiled(tx.update), compiled(kfac.observe)
