@@ -595,8 +595,8 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
 
 
 # There are two Kronecker blocks of 4x4 and 4x4, one on each device. Their triangles have 10 elements. Unit-wise blocks,
-# whose message comes first, have 4x2x2 and 4x1x1. Small messages follow: the counts of faults in statistics and inversions, whether all gradients
-# are finite, whether the result is finite, its norm, and the worst condition and age.
+# whose message comes first, have 4x2x2 and 4x1x1. Small messages follow: the counts of faults in statistics and
+# inversions, whether all gradients are finite, whether the result is finite, its norm, and the worst condition and age.
 STATISTICS = [("all_reduce", "20xf32"), ("reduce_scatter", "2x1x20xf32")]
 DIRECTIONS = [("all_gather", "1x1x16xf32")]
 SMALL = [("all_reduce", "2xi32"), ("all_reduce", "i32")], [("all_reduce", "2xf32"), ("all_reduce", "2xf32")]
