@@ -35,7 +35,7 @@ import kfac
 from gpu_record import Record, compile_together
 from gpu_training import is_due, kfac_state
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "large_batch"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "large_batch"))
 
 import cifar10
 import methods

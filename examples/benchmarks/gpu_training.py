@@ -32,7 +32,7 @@ from gpu_record import Record, compile_together, read
 from gpu_variants import KERNELS, KINDS, TABLES, Variant
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent / folder) for folder in ("language_model", "large_batch")]
+sys.path += [str(FOLDER.parent / folder) for folder in ("language_model", "large_batch")]
 
 import methods  # noqa: E402
 from transformer import Transformer  # noqa: E402

@@ -349,7 +349,8 @@ def test_observe_refreshes_with_the_first_statistics_however_long_the_interval_i
 
 def test_intervals_of_a_short_warm_up_hold_after_as_many_steps_as_can_be_counted():
     tx = kfac.scale_by_kfac(layers(), statistics_period=3, interval_warmup_steps=1)
-    state, step = jax.jit(tx.init)(initial())._replace(count=jnp.int32(2**30)), stepper(tx)
+    many = {"count": jnp.int32(2**30), "last_statistics_step": jnp.int32(2**30 - 1)}
+    state, step = jax.jit(tx.init)(initial())._replace(**many), stepper(tx)
     found = []
     for _ in range(3):
         _, state, _ = step(measured(0)[0], state, initial(), None)
