@@ -480,23 +480,50 @@ def train(
     return row
 
 
+class Start(NamedTuple):
+    """Hold what all runs of a programme share.
+
+    Attributes:
+      text: the path of the token file.
+      encoding: the process that writes this file, or None; see `start_encoding`.
+      model: the GPT.
+      params: its initial parameters.
+      batch: a batch of zeros, `[sequences, context + 1]`, for compiling.
+    """
+
+    text: pathlib.Path
+    encoding: subprocess.Popen[str] | None
+    model: Transformer
+    params: Any
+    batch: jax.Array
+
+
+def prepare(record: Record, options: argparse.Namespace) -> Start:
+    """Start the encoding of the text, and build the GPT meanwhile."""
+    text = text_of(options.scratch, options.vocabulary)
+    encoding = start_encoding(options.vocabulary, text)
+    model, sequences, params = gpt(options.vocabulary, options.rehearse)
+    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
+    return Start(text, encoding, model, params, jnp.zeros((sequences, model.context + 1), jnp.int32))
+
+
 def run_all(
     record: Record,
     options: argparse.Namespace,
     runner_of: Callable[[Variant], Runner],
-    params: Any,
-    text: pathlib.Path,
-    model: Transformer,
-    sequences: int,
+    start: Start,
     compiled: dict[str, Any],
 ) -> None:
     """Train each variant of `--runs` in turn on the same batches; add a row for each."""
-    batches = Text(text, model.context, sequences)
+    finish_encoding(record, start.encoding)
+    batches = Text(start.text, start.model.context, len(start.batch))
     jax.block_until_ready(batches.batch(0))
     took: dict[str, float] = {} if options.rehearse else dict(FORECAST)
     for chosen in options.runs:
         needs = 1.1e-3 * options.steps * took.get(chosen.method, 0.0) + 2 * (not options.rehearse)
-        run = functools.partial(train, record, chosen, runner_of(chosen), params, batches, compiled, options.steps)
+        run = functools.partial(
+            train, record, chosen, runner_of(chosen), start.params, batches, compiled, options.steps
+        )
         if record.measure("Training", chosen.text, run, needs=needs):
             took[chosen.method] = record.row("Training", chosen.text)["ms"]
 
@@ -512,14 +539,9 @@ def search(record: Record, options: argparse.Namespace) -> None:
     options.steps = options.steps or (20 if options.rehearse else 500)
     if not missing(record, options):
         return
-    text = text_of(options.scratch, options.vocabulary)
-    encoding = start_encoding(options.vocabulary, text)
-    model, sequences, params = gpt(options.vocabulary, options.rehearse)
-    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
-    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
-    runner_of, compiled = traced_runners(record, options, model, params, batch)
-    finish_encoding(record, encoding)
-    run_all(record, options, runner_of, params, text, model, sequences, compiled)
+    start = prepare(record, options)
+    runner_of, compiled = traced_runners(record, options, start.model, start.params, start.batch)
+    run_all(record, options, runner_of, start, compiled)
 
 
 def train_longer(record: Record, options: argparse.Namespace) -> None:
@@ -531,11 +553,8 @@ def train_longer(record: Record, options: argparse.Namespace) -> None:
     options.steps = options.steps or (20 if options.rehearse else 1000)
     if not missing(record, options):
         return
-    text = text_of(options.scratch, options.vocabulary)
-    encoding = start_encoding(options.vocabulary, text)
-    model, sequences, params = gpt(options.vocabulary, options.rehearse)
-    record.about("parameters", sum(x.size for x in jax.tree.leaves(params)))
-    batch = jnp.zeros((sequences, model.context + 1), jnp.int32)
+    start = prepare(record, options)
+    model, params, batch = start.model, start.params, start.batch
     runners = {chosen: public_runner(chosen, model.loss, options.steps) for chosen in options.runs}
     compile_runner = functools.partial(
         compile_by_running, params=params, batch=batch, pretended=options.compile_seconds
@@ -545,5 +564,4 @@ def train_longer(record: Record, options: argparse.Namespace) -> None:
         compiled = compile_together(record, common_programs(model, params, batch), 0.0)
         for chosen, took in zip(runners, running, strict=True):
             record.about(f"seconds to compile {chosen.text}", round(took, 1))
-    finish_encoding(record, encoding)
-    run_all(record, options, runners.__getitem__, params, text, model, sequences, compiled)
+    run_all(record, options, runners.__getitem__, start, compiled)
