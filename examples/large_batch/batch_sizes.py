@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / folder) for folder in ("benchmarks", "imagenet")]
 
 import environment  # noqa: F401, E402, I001  before JAX is imported
+import brackets  # noqa: E402
 import curves  # noqa: E402
 import networks  # noqa: E402
 from files import UserError  # noqa: E402
@@ -136,14 +137,9 @@ def run(options: argparse.Namespace) -> None:
         name, method, share, steps, rate = key
         result = networks.run(problem(name, share), method, rate, 0, steps, "falling")
         curves.add(options.results, dict(zip(KEYS, key, strict=True)) | result)
-        return finite(result["score"])
+        return brackets.score_of(result)
 
     table(options, read(options.results), train)
-
-
-def finite(score: float | None) -> float:
-    """Return a stored score, which is minus infinity if the loss became non-finite."""
-    return -math.inf if score is None else score
 
 
 def read(path: Path) -> Scores:
@@ -152,7 +148,7 @@ def read(path: Path) -> Scores:
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         try:
             row = json.loads(line)
-            stored[tuple(row[name] for name in KEYS)] = finite(row["score"])
+            stored[tuple(row[name] for name in KEYS)] = brackets.score_of(row)
         except (ValueError, KeyError) as error:
             raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
     return stored

@@ -16,11 +16,16 @@ FACTOR = 2.2
 MUON = {"muon": 0.3, "muon-adam-1": 1.0, "muon-adam-3": 3.0}
 
 
+def score_of(record: Mapping[str, Any]) -> float:
+    """Return a trial's score, which is minus infinity if the loss became non-finite."""
+    return -math.inf if record["score"] is None else record["score"]
+
+
 def mean_scores(records: Iterable[Mapping[str, Any]]) -> dict[float, float]:
     """Return each rate's mean score over its seeds. A rate with a non-finite seed has the score minus infinity."""
     scores: dict[float, list[float]] = defaultdict(list)
     for record in records:
-        scores[record["rate"]].append(-math.inf if record["score"] is None else record["score"])
+        scores[record["rate"]].append(score_of(record))
     return {rate: sum(found) / len(found) for rate, found in sorted(scores.items())}
 
 

@@ -212,7 +212,7 @@ def front_table() -> list[str]:
     held_out = [(f"held out: {name}", NETWORKS[f"held out: {name}"].share) for name in HELD_OUT]
     for name, share in held_out + [(name, 390) for name in FASHIONABLE]:
         network = NETWORKS[name]
-        about = [label(name).removeprefix("held out: "), f"{network.parameters:,}", network.size(share)]
+        about = [label(name), f"{network.parameters:,}", network.size(share)]
         methods = f"kfac {documented_rate(share)}", "muon", "soap", "adamw"
         cells = [of(method)(name, share) for method in methods]
         rows.append(line([*about, str(network.steps or STEPS[share])], cells))
@@ -231,7 +231,7 @@ def held_out_table() -> list[str]:
         network = NETWORKS[full]
         rate = documented_rate(network.share)
         cells = [of(method)(full, network.share) for method in (f"kfac {rate}", "muon", "adamw", "soap")]
-        about = [name + label(full).removeprefix(network.label), network.size(network.share), f"{network.steps}"]
+        about = [label(full), network.size(network.share), f"{network.steps}"]
         rows.append(line(about, cells, [muon_rate(cells[1]) if cells[1].text else ""]))
     return table("| held out | batch | steps | K-FAC | Muon | AdamW | SOAP | Muon's rate, Adam's multiple |", rows)
 
@@ -240,6 +240,8 @@ ABLATION = {
     "default": "kfac", "no statistics": "no-statistics", "no adaptive rates": "kfac-one-rate",
     "Muon": "muon", "Muon, adaptive rates": "muon-adaptive", "SOAP": "soap", "SOAP, our lengths": "soap-spectral",
 }  # fmt: skip
+# The default and its parts, Muon and its variant, SOAP and its variant.
+COLORS = "C0", "C0", "C0", "C1", "C1", "C2", "C2"
 
 
 def ablation_table(share: int, names: list[str]) -> list[str]:
@@ -259,11 +261,11 @@ def draw_ablation(path: Path) -> None:
     figure, axes = plt.subplots(3, 5, figsize=(15, 8), layout="constrained")
     for axis, (share, name) in zip(axes.flat, panels, strict=True):
         cells = [of(method)(name, share) for method in ABLATION.values()]
-        shown = [(label, x, color) for label, x, color in zip(ABLATION, cells, COLORS, strict=True) if x.text]
+        shown = [(part, x, color) for part, x, color in zip(ABLATION, cells, COLORS, strict=True) if x.text]
         for height, (_, x, color) in enumerate(shown):
             spread = statistics.stdev(x.scores) if len(x.scores) > 2 else None
             axis.errorbar(abs(x.mean), height, xerr=spread, fmt="o", color=color)
-        axis.set_yticks(range(len(shown)), [label for label, _, _ in shown])
+        axis.set_yticks(range(len(shown)), [part for part, _, _ in shown])
         axis.set_ylim(len(shown) - 0.5, -0.5)
         axis.grid(axis="x", alpha=0.3)
         if NETWORKS[name].unit != "%":
@@ -271,10 +273,6 @@ def draw_ablation(path: Path) -> None:
         axis.set_title(f"{NETWORKS[name].label}, N/{share}", fontsize=9)
         axis.tick_params(labelsize=8)
     figure.savefig(path, dpi=110)
-
-
-# The default and its parts, Muon and its variant, SOAP and its variant.
-COLORS = "C0", "C0", "C0", "C1", "C1", "C2", "C2"
 
 
 def width_table() -> list[str]:
