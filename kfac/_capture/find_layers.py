@@ -19,7 +19,7 @@ from kfac._capture.make_layers import (
     main_use,
 )
 from kfac._capture.outputs import Marks, find_marks
-from kfac._capture.rules import leaves_with, match_rules, with_multipliers
+from kfac._capture.rules import Rule, leaves_with, match_rules, with_multipliers
 from kfac._capture.states import Use
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import (
@@ -142,7 +142,7 @@ def find_layers(
         param_specs=find_param_specs(params),
     )
     analysis = layers_of(traced, options, find_marks(traced))
-    for rule in match_rules(pairs, traced.names):
+    for rule in analysis.rules:
         paths = {traced.names[leaf] for leaf in rule.leaves}
         matched = [x for x in analysis.layers if not paths.isdisjoint(x.params)]
         reduced = {x.positions for x in matched if x.weight_sharing == "reduce"}
@@ -174,12 +174,14 @@ class Analysis(NamedTuple):
       reads: how the program uses its parameters.
       uses: maps the path of each leaf with exact rows to the leaf's uses.
       num_examples: the number of examples that the loss averages over, or None if the number is not clear.
+      rules: the user's rules, with the leaves that each of them decides.
     """
 
     layers: Layers
     reads: Reads
     uses: dict[str, list[Use]]
     num_examples: int | None
+    rules: list[Rule]
 
 
 # A description of the leaves on which the rule "reduce" has an effect, for messages.
@@ -259,7 +261,7 @@ def layers_of(
         _unclear=unclear if needs_number else "",
     )
     uses_by_path = {names[leaf]: of_leaf for leaf, of_leaf in uses.items()}
-    return Analysis(layers, reads, uses_by_path, n)
+    return Analysis(layers, reads, uses_by_path, n, rules)
 
 
 def _named(layers: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:
