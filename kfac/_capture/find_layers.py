@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from kfac._capture.make_layers import (
     main_use,
 )
 from kfac._capture.outputs import Marks, find_marks
+from kfac._capture.program import Program
 from kfac._capture.rules import Rule, leaves_with, match_rules, with_multipliers
 from kfac._capture.states import Use
 from kfac._capture.trace import Argnums, Trace, trace
@@ -100,8 +102,9 @@ def find_layers(
         keyword arguments. Positions count from `params`, which is 0. Negative positions count from the end. The batch
         consists of the leaves with a common leading length that can be doubled in the second trace. Other leaves of
         these arguments are shared by all examples, and the table names them. None: the first argument after `params`.
-        If this argument cannot be doubled, as few arguments as possible that share a leading length. The examples must
-        be on the first axis: the steps of a time-major batch would be taken for examples.
+        If this argument cannot be doubled, or only makes loops longer, as a frozen stack of layers does, as few
+        arguments as possible that share a leading length. The examples must be on the first axis: the steps of a
+        time-major batch would be taken for examples.
       max_factor_dim: the maximum number of rows of a Kronecker factor. A larger factor is kept as diagonal blocks of at
         most `max_factor_dim` neighbouring rows. The blocks are as few and as equal as possible, and the table mentions
         them. If such a factor has 30,000 rows or more, as a vocabulary has, only its diagonal is kept. In both cases
@@ -259,9 +262,27 @@ def layers_of(
         _unknown_batch_reason=batch.unknown_batch_reason,
         dtype="float64" if wide else "float32",
         _unclear=unclear if needs_number else "",
+        _frozen_flops=_frozen_flops(traced.program) / (batch.num_examples or 1),
     )
     uses_by_path = {names[leaf]: of_leaf for leaf, of_leaf in uses.items()}
     return Analysis(layers, reads, uses_by_path, n, rules)
+
+
+def _frozen_flops(program: Program) -> float:
+    """Return the FLOPs of the batch's products with frozen kernels, such as a published network's below adapters.
+
+    They count once for the forward pass, and once more if the backward pass goes through them.
+    """
+    flops = 0.0
+    for op in program.walk():
+        if op.name not in ("dot_general", "conv_general_dilated"):
+            continue
+        kernels = [x for x in op.inputs if not (x.of_batch or x.leaves)]
+        if len(kernels) == 1:
+            iterations = math.prod(loop.length for loop in op.loops)
+            terms = iterations * op.outputs[0].size * op.contracted
+            flops += 2 * terms * (1 + bool(op.outputs[0].leaves))
+    return flops
 
 
 def _named(layers: list[Layer], names: Collection[str]) -> tuple[Layer, ...]:

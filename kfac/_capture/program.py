@@ -137,6 +137,15 @@ class Op:
         """Whether the op is a matrix product or convolution."""
         return self.name in primitives.PRODUCTS
 
+    @property
+    def contracted(self) -> int:
+        """The number of terms in each entry of a matrix product or convolution."""
+        numbers = parameters.parameter(self.eqn, "dimension_numbers")
+        first, second = self.inputs
+        if self.name == "dot_general":
+            return math.prod(first.shape[k] for k in numbers[0][0])
+        return second.size // second.shape[numbers.rhs_spec[0]]
+
     def compute(self, values: Sequence[Array]) -> list[Array]:
         """Compute the op's results."""
         return equations.evaluate(self.within, self.eqn, values)

@@ -216,25 +216,40 @@ def _try(compared: Callable, batch: Batch) -> Program | str:
     return f"nothing that the loss depends on grows with {batch.where}"
 
 
+def _only_longer_loops(program: Program) -> bool:
+    """Return whether no operation sums, or reduces otherwise, over an axis that grows."""
+    for op in program.walk():
+        entering = any(any(value.grown) for value in op.inputs)
+        leaving = any(any(value.grown) for value in op.outputs)
+        if op.alive and entering and not leaving and not op.inner:
+            return False
+    return True
+
+
 def _find_batch(
     compared: Callable, candidates: Iterator[list[Batch]]
 ) -> tuple[Batch, Program | None]:
     """Return the batch, and the program with its growth recorded.
 
     The first stage with a candidate that can be doubled decides. If several candidates can, all are tried as a single
-    batch. Unless exactly one candidate is left, the loss hides its examples, and the program is None.
+    batch. Unless exactly one candidate is left, the loss hides its examples, and the program is None. A candidate that
+    only makes loops longer is the last resort: a frozen stack of layers does so, but seldom a batch.
     """
     doubles: list[tuple[Batch, Program]] = []
+    loops: list[tuple[Batch, Program]] = []
     reasons = []
     for batches in candidates:
         for batch in batches:
             program = _try(compared, batch)
             if isinstance(program, str):
                 reasons.append(program)
+            elif _only_longer_loops(program):
+                loops.append((batch, program))
             else:
                 doubles.append((batch, program))
         if doubles:
             break
+    doubles = doubles or loops[:1]
     if len(doubles) == 1:
         return doubles[0]
     marked = _growing_with_marks(doubles)

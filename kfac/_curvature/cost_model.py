@@ -91,9 +91,9 @@ def prices_of_layers(
 
 
 def work_of_gradients(layers: Layers) -> float:
-    """Return the FLOPs of a batch's gradient, forward pass included: three times the forward products."""
+    """Return the FLOPs of a batch's gradient: three times the layers' forward products, and frozen products."""
     forward = sum(products_of(x) for x in layers if x.positions is not None)
-    return 3 * (layers.num_examples or 0) * forward
+    return (layers.num_examples or 0) * (3 * forward + layers._frozen_flops)
 
 
 def work_of_layers(
@@ -104,24 +104,22 @@ def work_of_layers(
 ) -> dict[str, float]:
     """Return the work for statistics and refreshes by layer, in gradient FLOPs.
 
-    Statistics use every `one_in`-th example. They need a forward pass, and a backward pass to the layers' outputs. A
-    refresh's FLOP counts `price` times. None: `REFRESH_PRICE`, or `REFRESH_PRICE_ON_CPUS` on CPUs.
+    Statistics use every `one_in`-th example. They need a forward pass, and a backward pass to the layers' outputs. The
+    layers share the cost of frozen products. A refresh's FLOP counts `price` times. None: `REFRESH_PRICE`, or
+    `REFRESH_PRICE_ON_CPUS` on CPUs.
     """
     if price is None:
         on_cpus = jax.default_backend() == "cpu"
         price = REFRESH_PRICE_ON_CPUS if on_cpus else REFRESH_PRICE
     examples = (layers.num_examples or 0) / one_in
+    known = [layer for layer in layers if layer.positions is not None]
     work = {}
-    for layer in layers:
-        if layer.positions is not None:
-            statistics = examples * (statistics_of(layer) + 2 * products_of(layer))
-            refresh = (
-                price
-                * preconditioner.flops_per_cube
-                * layer.copies
-                * layer.refresh_cost
-            )
-            work[layer.name] = statistics + refresh
+    for layer in known:
+        passes = 2 * products_of(layer) + layers._frozen_flops / len(known)
+        statistics = examples * (statistics_of(layer) + passes)
+        cubes = layer.copies * layer.refresh_cost
+        refresh = price * preconditioner.flops_per_cube * cubes
+        work[layer.name] = statistics + refresh
     return work
 
 

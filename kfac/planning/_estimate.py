@@ -168,7 +168,7 @@ def estimate(
     """Predict the cost of K-FAC on many devices from the layers' shapes. This compiles nothing and needs no device.
 
     Gradients are averaged by an all-reduce, and messages are float32. The gradients' FLOPs count the matrix products
-    and convolutions that read parameters, three times for the forward and the backward pass. The statistics' FLOPs
+    and convolutions with learned kernels three times, and with frozen kernels once or twice. The statistics' FLOPs
     count dense products; for convolutions with stride 1, the real number is up to 7 times smaller. Statistics include a
     forward and a backward pass of their own, except if each step takes them from all examples, as `value_and_grad`
     does. Seconds are FLOPs and bytes divided by the assumed rates of the hardware, without overlap.
@@ -262,10 +262,10 @@ def estimate(
     forward = sum(map(products_of, layers))
     statistics = sum(map(statistics_of, layers))
     if one_in > 1 or statistics_period > 1:
-        statistics += 2 * forward
+        statistics += 2 * forward + layers._frozen_flops
     gradients = 4 * sum(layer.num_params for layer in layers)
     flops = {
-        "gradients": 3 * examples * forward,
+        "gradients": examples * (3 * forward + layers._frozen_flops),
         "statistics": examples / one_in * statistics,
         "preconditioning": preconditioner.products * products,
         "refresh": preconditioner.flops_per_cube * float(max(work)),

@@ -1015,6 +1015,22 @@ def test_layers_are_hashable_and_equal_across_calls():
         one[0].name = "other"
 
 
+def test_find_layers_takes_a_frozen_stack_of_layers_for_the_batch_only_without_another_candidate():
+    def loss(params, stack, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None), x @ params["w"], stack)
+        return jnp.mean(x)
+
+    params, stack, x = {"w": jnp.zeros((4, 4))}, jnp.zeros((5, 4, 4)), jnp.zeros((8, 4))
+    layers = kfac.find_layers(loss, params, stack, x)
+    assert (layers.num_examples, layers.batch_argnums) == (8, (2,))
+
+    def in_parts(params, parts):  # the same growth, but each part has examples
+        return jax.lax.scan(lambda mean, x: (mean + jnp.mean(x @ params["w"]) / 5, None), 0.0, parts)[0]
+
+    layers = kfac.find_layers(in_parts, params, jnp.zeros((5, 8, 4)))
+    assert (layers.num_examples, layers.batch_argnums) == (5, (1,))
+
+
 def test_layers_do_not_depend_on_the_size_of_the_batch():
     def layers(n):
         model, params = dense_with(lambda p, x: x * p["s"] + p["b"], s=(C,), b=(C,))

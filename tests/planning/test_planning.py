@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import kfac
@@ -258,6 +259,36 @@ def test_statistics_and_refreshes_take_a_share_of_the_work_of_gradients(
     jax.tree.map(np.testing.assert_array_equal, final(), final(inverse_update_period=every, distribution=at_once))
     if every in (4, 5):  # these intervals have an effect after the ten steps of the warm-up
         assert not np.array_equal(final()[0]["w0"], final(inverse_update_period=1)[0]["w0"])
+
+
+def test_find_layers_counts_frozen_kernels_and_estimate_and_train_step_their_cost(capsys):
+    """An adapter costs little beside a frozen network, although it costs much beside its own products."""
+
+    def loss(params, frozen, x):
+        x = lax.conv_general_dilated(x, frozen["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        x = x + x @ params["adapter"]  # no gradient flows back to the convolution
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, frozen["stack"])
+        similar = jnp.einsum("nik,njk->nij", x, x)  # no kernel
+        return jnp.mean(similar) + 0 * jnp.mean(lax.stop_gradient(x) @ frozen["conv"][0])
+
+    frozen = {"conv": jnp.zeros((3, 64, 64)), "stack": jnp.zeros((5, 64, 64))}
+    params, x = {"adapter": jnp.zeros((64, 64))}, jnp.zeros((8, 16, 64))
+    layers = kfac.find_layers(loss, params, frozen, x)
+    product = 2 * 16 * 64 * 64
+    assert layers._frozen_flops == (3 + 2 * 5 + 1) * product
+    plan = kfac.planning.estimate(layers, devices=2)
+    assert plan.flops["gradients"] == 4 * (3 + 14) * product
+    assert plan.flops["statistics"] == 4 * (2 + 2 + 14) * product
+
+    step = kfac.train_step(loss, 0.1, overhead=1)
+    step.init(params, frozen, x)
+    # Applied to both sides twice: 8 products of 64 rows. Statistics and a refresh of two factors in every fifth step.
+    refresh = 3 * kfac.SOAP().flops_per_cube * 2 * 64**3
+    every = math.ceil((8 * 18 * product + refresh) / (8 * 17 * product))
+    added = (8 * 18 * product + refresh) / every + kfac.SOAP().products * 4 * 64**3
+    assert 1 < every < 16
+    assert f"every {every} steps" in (line := capsys.readouterr().out)
+    assert f"adds {added / (8 * 17 * product):.2f} times" in line
 
 
 @pytest.mark.slow
