@@ -29,7 +29,8 @@ from kfac._checks import (
     with_hints,
 )
 from kfac._curvature.cost_model import prices_of_layers
-from kfac._layers import MAX_DIM, Layers
+from kfac._curvature.preconditioner import BlockPreconditioner
+from kfac._layers import MAX_DIM, Layers, format_bytes
 from kfac._mesh import PyTree
 from kfac._microbatch import in_parts
 from kfac._optimizer.clock import Clock, interval_of
@@ -112,12 +113,13 @@ class TrainStep:
                 f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
             )
         opt_state = self._programs["init"](params)
-        state = _kfac_state(opt_state)
-        known = not isinstance(state.count, jax.core.Tracer)
+        known = not any(map(_is_traced, jax.tree.leaves(opt_state)))
         if self.verbose and known and jax.process_index() == 0:
             one_in = statistics_one_in(layers, self.statistics_fraction)
-            print(_summary(layers, state, one_in))
-            print(_sizes(layers, params, opt_state, self.num_examples))
+            print(
+                _summary(layers, params, opt_state, self.num_examples, one_in),
+                flush=True,
+            )
         interval = interval_of(opt_state)
         self.intervals[_shapes(params)] = interval
         self.clock.record(opt_state, 0, interval)
@@ -183,20 +185,15 @@ class TrainStep:
     def _programs(self) -> dict[str, Callable]:
         """The compiled programs, by name."""
 
-        def compiled(method, *donated, announced=""):
+        def compiled(method, *donated):
             def joined(params, *args, fixed, **kwargs):
                 rest, kwargs = _join((args[1:], kwargs), fixed)
                 return method(params, *args[:1], *rest, **kwargs)
 
             donated = donated if self.donate else ()
             program = jax.jit(joined, static_argnames="fixed", donate_argnums=donated)
-            unsaid = [announced] if announced else []
 
             def call(params, *args, **kwargs):
-                # An outer `jit` compiles the program itself, later.
-                if unsaid and not any(map(_is_traced, jax.tree.leaves((params, args)))):
-                    # The first call may take minutes, so show the line at once.
-                    print(f"compiling {unsaid.pop()} ...", flush=True)
                 params = jax.tree.map(_strong, params)
                 # The state before the loss's arguments has many leaves, and none to split off.
                 (rest, kwargs), fixed = _split((args[1:], kwargs))
@@ -204,11 +201,10 @@ class TrainStep:
 
             return call
 
-        says = self.verbose and jax.process_index() == 0
         return {
             "init": compiled(self._init),
-            "observe": compiled(self._observe, 1, announced="statistics" * says),
-            "step": compiled(self._step, 0, 1, announced="the step" * says),
+            "observe": compiled(self._observe, 1),
+            "step": compiled(self._step, 0, 1),
         }
 
     def _transformation(self, layers: Layers) -> optax.GradientTransformationExtraArgs:
@@ -365,8 +361,8 @@ def train_step(
         Therefore pass PRNG keys by name, `step(params, opt_state, batch, kwargs={"key": key})`.
       fisher: see `value_and_grad`.
       statistics_fraction: the `fraction` of `statistics`.
-      verbose: whether `init` prints the layers, the examples, the interval of statistics and the state's memory, and
-        whether a line says that a program compiles.
+      verbose: whether `init` prints the layers, the examples, the interval of statistics, the cost of a step and the
+        state's memory, and whether JAX keeps the compiled programs.
       donate: whether a step reuses the memory of the parameters and the state that it receives. Do not use either
         again after the step. On an accelerator, this saves time and a copy of both.
       options: options of the optimizer: `damping=`, `weight_decay=`, `preconditioner=` and so on.
@@ -490,50 +486,64 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
     return states[0]
 
 
-def _summary(layers: Layers, state: KfacState, one_in: int) -> str:
-    """Return a line with the layers, the interval of statistics, and the mean cost of K-FAC per step."""
-    preconditioner = state.settings.preconditioner
-    interval = state.settings.interval
-    period = 1 if interval is None else int(interval.every)
+def _summary(
+    layers: Layers,
+    params: PyTree,
+    opt_state: PyTree,
+    num_examples: int | None,
+    one_in: int,
+) -> str:
+    """Return lines with the layers, the batch, the mean cost of a step, the state's memory, and the compilation."""
+    settings = _kfac_state(opt_state).settings
+    preconditioner = settings.preconditioner
+    period = 1 if settings.interval is None else int(settings.interval.every)
     total = sum(layer.num_params for layer in layers)
     within = sum(layer.num_params for layer in layers.preconditioned)
-    part = f" of 1/{one_in} of the examples" if one_in > 1 else ""
-    when = f"every {period} steps after the start" if period > 1 else "in every step"
     count = len(layers.preconditioned)
-    size = f"{_short(within)} parameters"
+    found = f"{count} layer{'s' * (count != 1)}, {_short(within)} parameters"
     if total > within:
-        size += f" ({_short(total - within)} more skipped)"
-    line = f"{count} layer{'s' * (count != 1)}, {size}, {type(preconditioner).__name__}, statistics{part} {when}"
+        found += f" ({_short(total - within)} more skipped)"
+    examples = f"{layers.num_examples or num_examples or 'unknown'} examples"
+    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
+    part = f" from 1/{one_in} of them" if one_in > 1 else ""
+    when = f"every {period} steps after the start" if period > 1 else "in every step"
+    size = _bytes_per_device(opt_state)
+    adam = 2 * _bytes_per_device(params) or 1
+    cached = jax.config.values["jax_compilation_cache_dir"]
+    lines = [
+        f"{found}, {type(preconditioner).__name__}",
+        f"{examples}{f' in {where}' * bool(where)}; statistics{part} {when}",
+        _cost(layers, preconditioner, period, one_in),
+        f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
+        "the first step compiles two programs"
+        + (
+            ", or loads them"
+            if cached
+            else "; set jax_compilation_cache_dir to keep them"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _cost(
+    layers: Layers, preconditioner: BlockPreconditioner, period: int, one_in: int
+) -> str:
+    """Return a line with the FLOPs of a mean step."""
     prices = prices_of_layers(layers, preconditioner, period, one_in)
     if not prices:
-        return f"{line}; the gradient's FLOPs are unknown, so overhead= could not set the interval"
-    total_price = sum(prices.values())
-    line += f"; adds {total_price:.2f} times the gradient's FLOPs to a mean step"
+        return (
+            "the gradient's FLOPs are unknown, so overhead= could not set the interval"
+        )
+    times = 1 + sum(prices.values())
+    line = f"on average, a step costs {times:.2f} times the gradient's FLOPs"
     name = max(prices, key=prices.__getitem__)
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:
         return line
     return (
-        f"{line}, {prices[name]:.2f} for {name!r} alone: layers=kfac.find_layers(..., max_factor_dim={rows // 4}) cuts "
-        "its factors into blocks"
+        f"{line}, {prices[name]:.2f} of them for {name!r}: layers=kfac.find_layers(..., max_factor_dim={rows // 4}) "
+        "cuts its factors into blocks"
     )
-
-
-def _sizes(
-    layers: Layers,
-    params: PyTree,
-    opt_state: PyTree,
-    num_examples: int | None,
-) -> str:
-    """Return a line with the examples, the argument that holds them, and the memory of the state on a device."""
-    count = layers.num_examples or num_examples
-    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-    examples = f"{count or 'unknown'} examples"
-    if where:
-        examples += f" in {where}"
-    size = _bytes_per_device(opt_state)
-    adam = 2 * _bytes_per_device(params) or 1
-    return f"{examples}; the state takes {size / 1e6:.2f} MB per device, {size / adam:.1f} times Adam's"
 
 
 def _bytes_per_device(tree: PyTree) -> int:

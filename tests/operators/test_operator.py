@@ -334,11 +334,11 @@ def test_refusals(case):
 
 def test_the_table_says_the_dtype_of_the_statistics():
     """Check the statistics' dtype and their memory, such as eight bytes per element in float64."""
-    assert "in float64; found" in repr(layers())
+    assert "in float64, the whole state" in repr(layers())
     narrow = jax.tree.map(lambda x: x.astype("float32"), (parameters(), (batch()[0], batch()[2])))
     x, y = narrow[1]
     found = kfac.find_layers(loss_fn, narrow[0], (x, batch()[1], y), rules={"skipped": "skip"})
-    assert "in float32; found" in repr(found)
+    assert "in float32, the whole state" in repr(found)
     for table, size in ((found, 4), (layers(), 8)):
         elements, memory = re.search(r"factors: (\d+) elements, (\d+) B in float", repr(table)).groups()
         assert int(memory) == size * int(elements)

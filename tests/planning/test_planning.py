@@ -288,7 +288,7 @@ def test_find_layers_counts_frozen_kernels_and_estimate_and_train_step_their_cos
     added = (8 * 18 * product + refresh) / every + kfac.SOAP().products * 4 * 64**3
     assert 1 < every < 16
     assert f"every {every} steps" in (line := capsys.readouterr().out)
-    assert f"adds {added / (8 * 17 * product):.2f} times" in line
+    assert f"costs {1 + added / (8 * 17 * product):.2f} times" in line
 
 
 @pytest.mark.slow
