@@ -201,7 +201,12 @@ def scatter_state(
                 bases[name] = basis
         assignments = assign_blocks(group_costs(node.settings.groups), num_devices)
         owned = {n: _scatter_owned(x, assignments[n]) for n, x in node.owned.items()}
-        settings = dataclasses.replace(node.settings, distribution=distribution)
+        # As in a new state of the optimizer, whose layers know how the parameters are split here.
+        settings = dataclasses.replace(
+            node.settings,
+            distribution=distribution,
+            param_specs=node.settings.layers.param_specs,
+        )
         node = node._replace(owned=owned, bases=bases, settings=settings)
         return _each_device(closed, node)
 
