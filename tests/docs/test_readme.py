@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,21 +31,17 @@ def model_and_data():
     return params, batch, loss_fn
 
 
-@pytest.fixture
-def no_cache():
-    """Take the tests' cache of compiled programs away, which most readers have not set."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_the_example_of_the_readme_trains(no_cache):
+def test_the_example_of_the_readme_trains():
     [code] = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     [shown] = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     printed, names = io.StringIO(), {}
-    with contextlib.redirect_stdout(printed):
-        exec(code, names)  # as a reader would paste it
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)  # most readers have set none
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)  # as a reader would paste it
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
     *found, loss = printed.getvalue().splitlines()
     *expected, shown_loss = shown.splitlines()
     assert found == expected
