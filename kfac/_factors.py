@@ -111,7 +111,9 @@ class Kronecker(Statistics):
         return Kronecker(self.A, g, moments)
 
     def mean_eigenvalue(self):
-        return jnp.mean(diagonals(self.A), axis=1) * jnp.mean(diagonals(self.G), axis=1)
+        # Only padding can be negative, see `Group.filled`.
+        a = jnp.mean(jnp.abs(diagonals(self.A)), axis=1)
+        return a * jnp.mean(jnp.abs(diagonals(self.G)), axis=1)
 
 
 def is_diagonal(stack: Array) -> bool:

@@ -127,9 +127,9 @@ def add_diagonal(
     stack: Array,
     amount: Array,
 ) -> Array:
-    """Return `stack[k] + amount[k] I`."""
+    """Return `stack[k] + diag(amount[k])`, with `amount` `[k, d]`, or `[k]` for multiples of the identity."""
     k, d = stack.shape[:2]
-    diagonal = jnp.broadcast_to(amount[:, None], (k, d))
+    diagonal = jnp.broadcast_to(amount.reshape(k, -1), (k, d))
     if not is_diagonal(stack):
         # The diagonal is every (d + 1)-th element of a matrix. If an identity matrix were used instead, XLA would keep
         # it in memory through the loop over all blocks.

@@ -1,11 +1,28 @@
-"""Groups of layers with equal block shapes, whose blocks the optimizer stores and preconditions as one stack."""
+"""Groups of layers with similar block shapes, whose blocks the optimizer stores and preconditions as one stack.
+
+Each group compiles its own kernels and launches them in every step, which for small blocks costs more than the
+arithmetic. Therefore small blocks of different shapes share a group, and zeros pad them to a common shape::
+
+         A  d_in             gradient  d_out
+        +-------+---+       +-------+---+
+        |       | 0 |       |       | 0 |
+        +-------+---+  d_in +-------+---+
+        | 0     | 0 |       | 0     | 0 |
+        +-------+---+       +-------+---+
+
+Only this module knows the padding: blocks get it when they are stacked, and lose it when the stack is split. Zeros
+contribute nothing to norms, inner products and power iterations. For a refresh, `Group.filled` puts a number on the
+diagonal of the padding, which leaves traces per row, damping and condition numbers as they are without padding. The
+refreshed matrices never mix the padding with the rest of a block, so the padding of a step is exactly zero.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,19 +33,21 @@ from jax.typing import DTypeLike
 
 from kfac._checks import check_by_layer, check_shapes
 from kfac._curvature import kronecker
+from kfac._curvature.cost_model import applied
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._curvature.unitwise import ChannelPreconditioner
-from kfac._factors import Block, Factors, Kronecker, Unitwise
-from kfac._layers import Layer, Layers
+from kfac._factors import Block, Factors, Kronecker, Unitwise, diagonals, per_block
+from kfac._layers import FactorShapes, Layer, Layers
+from kfac._linalg import add_diagonal
 from kfac._mesh import PyTree
-from kfac._packing import Shape
+from kfac._packing import Shape, pad_end
 
 LayOut = Callable[[Layer, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Layers whose blocks have the same shape.
+    """Layers whose blocks have the same shape, or are padded to the same shape.
 
     In a group of Kronecker blocks, a stacked layer has a block for each copy. A kernel that is cut into pieces has a
     block for each piece. In the other groups, all channels of a unit-wise or diagonal layer form one block.
@@ -66,16 +85,22 @@ class Group:
 
     @property
     def d_in(self) -> int:
-        return self.shapes["A"][0] if self.owned else self.layers[0].d_in
+        return self.shapes["A"][0] if self.owned else self.shapes["F"][1]
 
     @property
     def d_out(self) -> int:
-        return self.shapes["G"][0] if self.owned else self.layers[0].d_out
+        return self.shapes["G"][0] if self.owned else self.shapes["F"][0]
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """The shapes of one block's statistics by name; see `Layer.block_shapes`."""
-        return self.layers[0].block_shapes
+    @functools.cached_property
+    def shapes(self) -> FactorShapes:
+        """The shapes of one block's statistics by name, with padding; see `Layer.block_shapes`."""
+        shapes = [layer.block_shapes for layer in self.layers]
+        return {name: _largest(shape[name] for shape in shapes) for name in shapes[0]}
+
+    @functools.cached_property
+    def padded(self) -> bool:
+        """Whether at least one member's blocks are padded."""
+        return any(layer.block_shapes != self.shapes for layer in self.layers)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -135,16 +160,69 @@ class Group:
         return Kronecker(**zeros) if self.owned else Unitwise(**zeros)
 
     def stack(self, layer: Layer, block: Any) -> Any:
-        """Return a layer's statistics as a stack of its blocks."""
+        """Return a layer's statistics, which have their padding already, as a stack of its blocks."""
         if self.owned:
             return kronecker.stack(layer, block)
         return jax.tree.map(lambda x: x[None], block)
 
     def unstack(self, layer: Layer, blocks: Any) -> Any:
-        """Undo `stack`."""
+        """Undo `stack`, and remove padding from statistics."""
+        if self.padded:
+            blocks = self.without_padding(layer, blocks)
         if self.owned:
             return kronecker.unstack(layer, blocks)
         return jax.tree.map(lambda x: x[0], blocks)
+
+    def with_padding(self, block: Block) -> Block:
+        """Pad a layer's statistics with zeros to `shapes`."""
+        if not self.padded:
+            return block
+        arrays = {}
+        for name, shape in self.shapes.items():
+            x = getattr(block, name)
+            lengths = x.shape[x.ndim - len(shape) :]
+            arrays[name] = pad_end(x, *np.subtract(shape, lengths).tolist())
+        return type(block)(**arrays)
+
+    def without_padding(self, layer: Layer, blocks: Block) -> Block:
+        """Remove the padding from a layer's statistics `[k, ...]`."""
+        arrays = {}
+        for name, shape in layer.block_shapes.items():
+            arrays[name] = getattr(blocks, name)[:, *map(slice, shape)]
+        return type(blocks)(**arrays)
+
+    def sizes(self) -> dict[str, Array]:
+        """Return the number of rows without padding of each block's statistics, `[k]` by name."""
+        sizes = {}
+        for name in self.shapes:
+            rows = [layer.block_shapes[name][0] for layer in self.layers]
+            sizes[name] = jnp.asarray(np.repeat(rows, self.counts))
+        return sizes
+
+    def filled(
+        self, averages: Block, sizes: Mapping[str, Array], scale: float
+    ) -> Block:
+        """Put `scale` times the mean of a block's diagonal on the diagonal of its padding.
+
+        Args:
+          averages: the blocks' statistics, `[k, ...]`.
+          sizes: the numbers of rows without padding, see `sizes`, for the same blocks.
+          scale: see `BlockPreconditioner.padding`.
+        """
+        arrays = {}
+        for name, size in sizes.items():
+            x = getattr(averages, name)
+            # A unit-wise block has a row for each channel, with a small matrix.
+            diagonal = diagonals(x) if self.owned else jnp.trace(x, axis1=2, axis2=3)
+            mean = jnp.sum(diagonal, axis=1) / size
+            beyond = jnp.arange(x.shape[1]) >= size[:, None]
+            amount = jnp.where(beyond, scale * mean[:, None], 0).astype(x.dtype)
+            if self.owned:
+                arrays[name] = add_diagonal(x, amount)
+            else:
+                p = x.shape[-1]
+                arrays[name] = x + per_block(amount / p, x) * jnp.eye(p, dtype=x.dtype)
+        return type(averages)(**arrays)
 
     def stack_factors(
         self,
@@ -208,7 +286,8 @@ class Group:
                 if lay_out is not None:
                     matrix = lay_out(layer, matrix)
                 rows = layer.to_pieces(matrix).mT
-            matrices.append(rows)
+            _, d_in, d_out = rows.shape
+            matrices.append(pad_end(rows, self.d_in - d_in, self.d_out - d_out))
         return jnp.concatenate(matrices)
 
     @property
@@ -234,6 +313,7 @@ class Group:
             rows = lax.dynamic_slice_in_dim(matrices, starts[start], count)
             if layer.pieces > 1:
                 rows = layer.from_pieces(rows.mT).mT
+            rows = rows[..., : layer.d_out]
             leaves.update(zip(layer.params, layer.from_rows(rows), strict=True))
         return leaves
 
@@ -245,23 +325,88 @@ class Group:
             yield layer, jax.tree.unflatten(treedef, [part[k] for part in parts])
 
 
-def group_layers(layers: Layers) -> tuple[Group, ...]:
-    """Group the preconditioned layers by block shape. Groups are ordered by their first use in the program."""
-    members: dict[str, list[Layer]] = {}
+# How many FLOPs per step padding may add to save a group. On a CPU, a group of small blocks takes 0.3 ms per step and a
+# second to compile.
+WORTH_A_GROUP = 8e6
+# The FLOPs that a step takes as long for as for an element of a unit-wise block.
+FLOPS_PER_ELEMENT = 64
+
+
+def group_layers(
+    layers: Layers,
+    preconditioner: BlockPreconditioner,
+) -> tuple[Group, ...]:
+    """Group the preconditioned layers by block shape. Groups are ordered by their first use in the program.
+
+    If the preconditioner takes padding, similar shapes share a group.
+    """
+    by_shape: dict[str, list[Layer]] = {}
     for layer in layers.preconditioned:
-        group = Group("", (layer,))
-        source = "" if layer.captured else "gradient_"
-        kind = "kronecker" if layer.kronecker else "unitwise"
-        form = "".join(f"_diagonal_{factor}" for factor in layer.diagonal)
-        name = f"{source}{kind}_{group.d_out}x{group.d_in}{form}"
-        members.setdefault(name, []).append(layer)
+        by_shape.setdefault(_name((layer,)), []).append(layer)
+    groups: list[Group] = []
+    equal = [Group(name, tuple(members)) for name, members in by_shape.items()]
+    # The largest first, so that small blocks join large ones.
+    equal.sort(key=lambda group: (-_flops(group, preconditioner), group.name))
+    for group in equal:
+        joined = {}
+        for number, other in enumerate(groups):
+            if _may_join(other, group, preconditioner):
+                both = Group("", (*other.layers, *group.layers))
+                added = _flops(both, preconditioner) - _flops(other, preconditioner)
+                joined[number] = added - _flops(group, preconditioner)
+        best = min(joined, key=joined.__getitem__, default=None)
+        if best is None or joined[best] > WORTH_A_GROUP:
+            groups.append(group)
+        else:
+            members = (*groups[best].layers, *group.layers)
+            groups[best] = Group("", members)
+    by_name: dict[str, list[Layer]] = {}
+    for group in groups:
+        # Padding may have made two groups equal.
+        by_name.setdefault(_name(group.layers), []).extend(group.layers)
     groups = []
-    for name, group_members in members.items():
+    for name, members in by_name.items():
         # Sort the members by name, so that the block order in a state does not depend on the program.
-        group_members.sort(key=lambda layer: layer.name)
-        groups.append(Group(name, tuple(group_members)))
+        members.sort(key=lambda layer: layer.name)
+        groups.append(Group(name, tuple(members)))
     groups.sort(key=lambda group: min(layer.order for layer in group.layers))
     return tuple(groups)
+
+
+def _name(layers: tuple[Layer, ...]) -> str:
+    """Return the name of a group with these members."""
+    group = Group("", layers)
+    source = "" if group.captured else "gradient_"
+    kind = "kronecker" if group.owned else "unitwise"
+    form = "".join(f"_diagonal_{factor}" for factor in layers[0].diagonal)
+    return f"{source}{kind}_{group.d_out}x{group.d_in}{form}"
+
+
+def _flops(group: Group, preconditioner: BlockPreconditioner) -> float:
+    """Return the FLOPs for a group in each step."""
+    if group.owned:
+        return preconditioner.products * group.size * applied(group.shapes)
+    return FLOPS_PER_ELEMENT * group.size * group.d_in * group.d_out
+
+
+def _may_join(a: Group, b: Group, preconditioner: BlockPreconditioner) -> bool:
+    """Return whether two groups with blocks of different shapes may become one."""
+    if a.owned and preconditioner.padding is None:
+        return False
+    kinds = set()
+    for layer in (*a.layers, *b.layers):
+        # A channel's matrix is inverted in closed form, which depends on its size.
+        channel = None if layer.kronecker else layer.d_in
+        kinds.add((layer.captured, layer.diagonal, channel))
+        # The pieces of a cut kernel have padding of their own, which counts as part of their blocks.
+        if layer.pieces > 1:
+            return False
+    return len(kinds) == 1
+
+
+def _largest(shapes: Iterable[Shape]) -> Shape:
+    """Return the elementwise maximum of shapes."""
+    return tuple(map(max, zip(*shapes, strict=True)))
 
 
 def check_factors(

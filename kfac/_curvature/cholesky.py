@@ -52,6 +52,8 @@ class Cholesky(BlockPreconditioner):
       https://arxiv.org/abs/1503.05671
     """
 
+    padding = 1.0
+
     def init(self, factors):
         """Return identities in the shapes of `A` and `G`."""
         dtype = self.state_dtype(factors.A.dtype)

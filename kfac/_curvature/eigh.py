@@ -67,6 +67,7 @@ class Eigh(BlockPreconditioner):
     """
 
     damped = False
+    padding = 1.0
     products = 2
     flops_per_cube = 9.0  # Golub & Van Loan 2013, section 8.3
 

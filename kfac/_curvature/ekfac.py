@@ -66,6 +66,7 @@ class EKFAC(Eigh):
     """
 
     uses_example_moments = True
+    padding = None
 
     def init(self, factors):
         """Return the state of `Eigh`, with zero moments if any block has moments."""

@@ -117,6 +117,7 @@ class BlockPreconditioner(abc.ABC):
     uses_example_moments: ClassVar[bool] = False
     owns_momentum: ClassVar[bool] = False
     default_damping: ClassVar[float] = 0.1
+    padding: ClassVar[float | None] = None
     flops_per_cube: ClassVar[float] = 10 / 3
     products: ClassVar[int] = 1
 

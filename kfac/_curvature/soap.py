@@ -81,6 +81,7 @@ class SOAP(BlockPreconditioner):
     damped = False
     owns_momentum = True
     default_damping = 1e-4
+    padding = -1.0
     products = 2
     # A product and a QR factorisation (Golub & Van Loan 2013, section 5.2).
     flops_per_cube = 14 / 3
@@ -116,7 +117,8 @@ class SOAP(BlockPreconditioner):
         # The momentum is a sum of gradients, so it is rotated out of the old basis and into the new basis.
         momentum = self._rotated(state, state.momentum, back=True)
         momentum = self._rotated(new, momentum, back=False)
-        condition = condition_of(a.quotients, g.quotients, damping)
+        quotients = jnp.abs(a.quotients), jnp.abs(g.quotients)
+        condition = condition_of(*quotients, damping)
         return new._replace(momentum=momentum), condition
 
     def precondition_momentum(self, state, matrices, damping, momentum, ready):
@@ -142,8 +144,12 @@ class SOAP(BlockPreconditioner):
     def applied_condition(self, state, damping):
         """Return the condition numbers of the blocks `sqrt(v + l)`, by which a step divides."""
         damped = self._damped(state.squares, damping)
-        lowest = jnp.min(damped, axis=(1, 2))
-        return jnp.sqrt(jnp.max(damped, axis=(1, 2)) / lowest)
+        highest = jnp.max(damped, axis=(1, 2))
+        lowest = jnp.min(
+            jnp.where(state.squares > 0, damped, per_block(highest, damped)),
+            axis=(1, 2),
+        )
+        return jnp.sqrt(highest / lowest)
 
     def _scaled(self, squares, matrices, damping):
         return matrices / jnp.sqrt(self._damped(squares, damping))
@@ -199,7 +205,8 @@ def orthogonal_iteration(old: Array | None, stack: Array) -> IterationStep:
     # QR keeps the direction of the first column and subtracts it from all others. In descending order, the largest
     # eigenvectors are therefore found first, as in the power method.
     quotients, order = lax.top_k(quotients, stack.shape[1])
-    mean = per_block(jnp.mean(quotients, axis=1), image)
+    # Padding has negative entries, so it comes last. Absolute values have the same mean with and without padding.
+    mean = per_block(jnp.mean(jnp.abs(quotients), axis=1), image)
     # Adding a multiple of the old vectors adds the multiple to all eigenvalues and leaves the eigenvectors.
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")

@@ -21,6 +21,8 @@ class ChannelPreconditioner(BlockPreconditioner):
     `[k, channels, p, p]`.
     """
 
+    padding = 1.0
+
     def init(self, factors):
         """Return identities shaped like the statistics."""
         return identities(factors.F.shape, self.state_dtype(factors.F.dtype))

@@ -95,11 +95,14 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
         packed = stack_packed(context, factors, comm.mean)
         means = comm.means(packed, context.assignments)
         return means | comm.means(stacks, context.assignments)
-    combined = Factors({name: block.combined() for name, block in factors.items()})
     for group in context.settings.groups:
         if group.captured:
+            combined = {}
+            for layer in group.layers:
+                block = factors[layer.name].combined()
+                combined[layer.name] = group.with_padding(block)
             moments = group.moments(context.settings.preconditioner)
-            stacks[group.name] = group.stack_factors(combined, moments)
+            stacks[group.name] = group.stack_factors(Factors(combined), moments)
     return stacks
 
 
@@ -139,9 +142,12 @@ def stack_packed(
         sent = {}
         for layer in group.layers:
             block: Any = factors[layer.name]
+            if group.padded:
+                block = group.with_padding(block.combined(mean))
             if group.owned:
-                shapes = tuple(layer.side_shapes.values())
-                block = to_send(layer, block.packed(shapes, mean, dtype), fill)
+                shapes = group.shapes if group.padded else layer.side_shapes
+                packed = block.packed(tuple(shapes.values()), mean, dtype)
+                block = to_send(layer, packed, fill)
             sent[layer.name] = block
         moments = group.moments(settings.preconditioner)
         if moments is not None:
@@ -282,9 +288,13 @@ def refresh_group(
     damping = state.observe_damping
     if not group.owned:
         damping = damping * state.unitwise_damping_scale
-    result = refresh(
-        preconditioner, block.preconditioner, block.factors, wanted, damping
-    )
+    factors = block.factors
+    if group.padded:
+        sizes = group.sizes()
+        if group.owned:
+            sizes = comm.take(sizes, state.owned[name].assignment)
+        factors = group.filled(factors, sizes, preconditioner.padding)
+    result = refresh(preconditioner, block.preconditioner, factors, wanted, damping)
     new = with_parts(
         new,
         comm,

@@ -48,7 +48,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
                 basis[layer.name] = vectors
         return basis
     state = find_state(source, "source")
-    groups = group_layers(layers)
+    groups = group_layers(layers, state.settings.preconditioner)
     check_groups(groups, state)
     for group in groups:
         if not group.supports_ekfac:

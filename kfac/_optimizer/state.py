@@ -156,7 +156,7 @@ class Settings:
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """The layers' groups of equal block shape."""
-        return group_layers(self.layers)
+        return group_layers(self.layers, self.preconditioner)
 
     @property
     def owned(self) -> tuple[Group, ...]:
@@ -418,7 +418,7 @@ def blocks_of(
     Raises:
       ValueError: if the state is for other layers or for several devices.
     """
-    groups = group_layers(layers)
+    groups = group_layers(layers, state.settings.preconditioner)
     check_groups(groups, state)
     for group in groups:
         blocks = state.blocks[group.name]

@@ -125,7 +125,7 @@ def precondition(
                 preconditioner.precondition_momentum(
                     block.preconditioner,
                     gradient,
-                    now.damping,
+                    damping_of_step(device, group, now.damping),
                     momentum,
                     ready,
                 )
@@ -138,6 +138,18 @@ def precondition(
         # A block that was never refreshed keeps its gradient.
         result[name] = jnp.where(per_block(ready, applied), applied, gradient)
     return result, advanced, angles
+
+
+def damping_of_step(device: WholeGradients, group: Group, damping: Array) -> Array:
+    """Return the damping for a preconditioner that owns the momentum; see `BlockPreconditioner.padding`.
+
+    Zeros in the padding make the mean over a whole padded block too small, so the damping in its units grows.
+    """
+    if not (group.padded and device.settings.preconditioner.scale_damping):
+        return damping
+    sizes = device.take(group.name, group.sizes())
+    elements = (sizes["A"] * sizes["G"])[:, None, None]
+    return damping * (group.d_in * group.d_out / elements)
 
 
 def clip(
@@ -304,11 +316,15 @@ def measure(
     ages = []
     rates = []
     reciprocal_rates = []
-    for name, block in state.blocks.items():
+    for group in device.settings.groups:
+        name = group.name
+        block = state.blocks[name]
         condition = None
         if name in advanced:
-            preconditioner = device.settings.preconditioner
-            condition = preconditioner.applied_condition(advanced[name], now.damping)
+            damping = damping_of_step(device, group, now.damping)
+            condition = device.settings.preconditioner.applied_condition(
+                advanced[name], damping
+            )
         if condition is None:
             condition = block.condition
         conditions.append(jnp.where(block.ready, condition, 0))

@@ -335,7 +335,9 @@ def block_operator(
             )
         state = find_state(source, "source")
         preconditioner = _preconditioner_for(state, preconditioner)
-        stacks = blocks_of(state, layers, "source")
+        stacks = []
+        for group, group_blocks in blocks_of(state, layers, "source"):
+            stacks += _without_padding(group, group_blocks)
         if damping is None:
             damping_of_factors = state.observe_damping
             unitwise_damping = damping_of_factors * state.unitwise_damping_scale
@@ -354,6 +356,19 @@ class GroupStatistics(NamedTuple):
 
     factors: Any
     preconditioner: Any
+
+
+def _without_padding(
+    group: Group, blocks: BlockState
+) -> list[tuple[Group, GroupStatistics | BlockState]]:
+    """Return a group and its blocks. A group with padding becomes a group for each layer, without padding."""
+    if not group.padded:
+        return [(group, blocks)]
+    stacks = []
+    for layer, part in group.split(blocks.factors):
+        statistics = group.without_padding(layer, part)
+        stacks.append((Group(layer.name, (layer,)), GroupStatistics(statistics, None)))
+    return stacks
 
 
 def _decompose(

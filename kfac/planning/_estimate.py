@@ -210,7 +210,7 @@ def estimate(
     one_in = statistics_one_in(layers, statistics_fraction, "statistics_fraction")
     period = int(affordable(layers, preconditioner, overhead, one_in, REFRESH_PRICE))
     statistics_period = statistics_period or period
-    groups = group_layers(layers)
+    groups = group_layers(layers, preconditioner)
     costs = group_costs(groups)
     assignments = assign_blocks(costs, devices)
 

@@ -97,7 +97,7 @@ CRITICAL = [("resnet50", 8, 1.14, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
     """Compare the busiest device in a refresh with the largest block, or with the mean work per device."""
-    costs = group_costs(group_layers(resnet50_layers if model == "resnet50" else gpt_layers()))
+    costs = group_costs(group_layers(resnet50_layers if model == "resnet50" else gpt_layers(), kfac.SOAP()))
     work = sum(cost.work * assign_blocks(costs, devices)[cost.name].slot_mask.sum(1) for cost in costs)
     largest, mean = max(cost.work for cost in costs), np.mean(work)
     print(max(work) / largest, max(work) / mean)
@@ -137,7 +137,7 @@ def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.process_time()
     assign_blocks([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
     assert time.process_time() - began < 0.1  # this once took minutes
-    group_costs(group_layers(resnet50_layers))
+    group_costs(group_layers(resnet50_layers, kfac.SOAP()))
     assert time.process_time() - began < 2
 
 
