@@ -71,8 +71,15 @@ class Group:
 
     @property
     def members(self) -> str:
-        """The members' names in order. A list above 150 characters is shortened, and a hash keeps it unique."""
-        names = ", ".join(layer.name for layer in self.layers)
+        """The members' names in order, with their shapes if these differ.
+
+        A list above 150 characters is shortened, and a hash keeps it unique.
+        """
+        labels = []
+        for layer in self.layers:
+            shape = f" {layer.d_out}x{layer.d_in}" if self.padded else ""
+            labels.append(f"{layer.name}{shape}")
+        names = ", ".join(labels)
         if len(names) <= 150:
             return names
         code = hashlib.sha256(names.encode()).hexdigest()[:8]
@@ -358,8 +365,7 @@ def group_layers(
         if best is None or joined[best] > WORTH_A_GROUP:
             groups.append(group)
         else:
-            members = (*groups[best].layers, *group.layers)
-            groups[best] = Group("", members)
+            groups[best] = Group("", (*groups[best].layers, *group.layers))
     by_name: dict[str, list[Layer]] = {}
     for group in groups:
         # Padding may have made two groups equal.

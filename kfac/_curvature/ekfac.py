@@ -66,7 +66,6 @@ class EKFAC(Eigh):
     """
 
     uses_example_moments = True
-    padding = None
 
     def init(self, factors):
         """Return the state of `Eigh`, with zero moments if any block has moments."""

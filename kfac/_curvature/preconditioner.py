@@ -100,6 +100,13 @@ class BlockPreconditioner(abc.ABC):
       owns_momentum: whether `precondition_momentum` replaces `apply`. In each step, `precondition_momentum` gets the
         gradients and preconditions their momentum. Otherwise `kfac.kfac` applies momentum to the results of `apply`.
       default_damping: the default of `kfac.kfac(damping=)`, in the units of `scale_damping`.
+      padding: None if the preconditioner takes blocks of their own shape only. Otherwise small blocks of different
+        shapes may share a stack, in which zeros pad them, and gradients too. For `refresh`, the diagonal of a factor's
+        padding holds `padding` times the mean of the factor's own diagonal. With a `padding` of 1, means, dampings and
+        condition numbers stay as they are. With -1, absolute values have these means, and the padding comes last if
+        eigenvalues are sorted in descending order. The refreshed state must not mix the padding with the rest. With
+        `owns_momentum` and `scale_damping`, the damping of a padded stack is `[k, 1, 1]`, in units of a mean over a
+        whole padded block.
       products: the number of matrix products per side that precondition a gradient. It is 2 with eigenvectors, into the
         eigenbasis and back.
       flops_per_cube: the FLOPs to refresh an `n` x `n` factor, divided by `n^3`, for `kfac.planning.estimate` and
@@ -122,9 +129,14 @@ class BlockPreconditioner(abc.ABC):
     products: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
-        """Raise a `TypeError` for a class attribute with a former name, which would have no effect."""
+        """Raise a `TypeError` for a class attribute with a former name, which would have no effect.
+
+        A class with a `refresh` of its own does not inherit `padding`.
+        """
         for name in FORMER_NAMES.keys() & vars(cls).keys():
             raise TypeError(f"{cls.__name__}.{name} is now {FORMER_NAMES[name]}")
+        if "refresh" in vars(cls) and "padding" not in vars(cls):
+            cls.padding = None
 
     def __post_init__(self):
         """Check the arguments."""

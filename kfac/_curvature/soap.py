@@ -142,7 +142,10 @@ class SOAP(BlockPreconditioner):
         return new, moved, cosine(last_direction, gradient)
 
     def applied_condition(self, state, damping):
-        """Return the condition numbers of the blocks `sqrt(v + l)`, by which a step divides."""
+        """Return the condition numbers of the blocks `sqrt(v + l)`, by which a step divides.
+
+        Entries that never had a gradient do not count, and padding is such an entry.
+        """
         damped = self._damped(state.squares, damping)
         highest = jnp.max(damped, axis=(1, 2))
         lowest = jnp.min(

@@ -289,7 +289,7 @@ def refresh_group(
     if not group.owned:
         damping = damping * state.unitwise_damping_scale
     factors = block.factors
-    if group.padded:
+    if group.padded and preconditioner.padding is not None:
         sizes = group.sizes()
         if group.owned:
             sizes = comm.take(sizes, state.owned[name].assignment)

@@ -364,7 +364,7 @@ def _without_padding(
     """Return a group and its blocks. A group with padding becomes a group for each layer, without padding."""
     if not group.padded:
         return [(group, blocks)]
-    stacks = []
+    stacks: list[tuple[Group, GroupStatistics | BlockState]] = []
     for layer, part in group.split(blocks.factors):
         statistics = group.without_padding(layer, part)
         stacks.append((Group(layer.name, (layer,)), GroupStatistics(statistics, None)))

@@ -368,7 +368,7 @@ def test_what_shard_map_knows_to_be_wrong_is_said_by_name():
     ):
         run(lambda grads: lax.pmean(grads, ("data", "model")), specs, scattered)
     for of_all in (lambda factors: None, lambda factors: lax.pmean(factors, "model")):
-        words = r"this device must get 1 of the state's 1 blocks .* but gets 2: use kfac.state.state_specs"
+        words = r"this device must get 2 of the state's 3 blocks .* but gets 4: use kfac.state.state_specs"
         with pytest.raises(ValueError, match=words):
             run(lambda grads: lax.pmean(grads, ("data", "model")), same, scattered, of_all)
 

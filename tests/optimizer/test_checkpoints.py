@@ -110,7 +110,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved):
         restore(saved / "1", target)
     assert contents(saved) == before
     # A state from elsewhere is refused, too.
-    message = "not one for these layers: its blocks kronecker_4x4 are 1 of first; the layers need 2 of first, out"
+    message = "not one for these layers: its blocks kronecker_4x4 are none; the layers need 2 of first, out"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda state: TX.update(measured(0)[0], state, initial()), target["opt_state"])
 
