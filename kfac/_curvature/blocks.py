@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -335,6 +336,8 @@ class Group:
 # How many FLOPs per step padding may add to save a group. On a CPU, a group of small blocks takes 0.3 ms per step and a
 # second to compile.
 WORTH_A_GROUP = 8e6
+# Padding may make the blocks of a group this many times as large.
+MOST_PADDING = 2.0
 # The FLOPs that a step takes as long for as for an element of a unit-wise block.
 FLOPS_PER_ELEMENT = 64
 
@@ -355,14 +358,19 @@ def group_layers(
     # The largest first, so that small blocks join large ones.
     equal.sort(key=lambda group: (-_flops(group, preconditioner), group.name))
     for group in equal:
-        joined = {}
+        best = None
+        least = WORTH_A_GROUP
         for number, other in enumerate(groups):
-            if _may_join(other, group, preconditioner):
-                both = Group("", (*other.layers, *group.layers))
-                added = _flops(both, preconditioner) - _flops(other, preconditioner)
-                joined[number] = added - _flops(group, preconditioner)
-        best = min(joined, key=joined.__getitem__, default=None)
-        if best is None or joined[best] > WORTH_A_GROUP:
+            if not _may_join(other, group, preconditioner):
+                continue
+            both = Group("", (*other.layers, *group.layers))
+            apart = _flops(other, preconditioner) + _flops(group, preconditioner)
+            added = _flops(both, preconditioner) - apart
+            larger = _elements(both) / (_elements(other) + _elements(group))
+            if added <= least and larger <= MOST_PADDING:
+                best = number
+                least = added
+        if best is None:
             groups.append(group)
         else:
             groups[best] = Group("", (*groups[best].layers, *group.layers))
@@ -393,6 +401,12 @@ def _flops(group: Group, preconditioner: BlockPreconditioner) -> float:
     if group.owned:
         return preconditioner.products * group.size * applied(group.shapes)
     return FLOPS_PER_ELEMENT * group.size * group.d_in * group.d_out
+
+
+def _elements(group: Group) -> int:
+    """Return the number of elements of a group's statistics and gradients."""
+    shapes = [*group.shapes.values(), (group.d_in, group.d_out)]
+    return group.size * sum(math.prod(shape) for shape in shapes)
 
 
 def _may_join(a: Group, b: Group, preconditioner: BlockPreconditioner) -> bool:
