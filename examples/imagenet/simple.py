@@ -160,7 +160,7 @@ def main(args=None):
     variables = jax.jit(partial(model.init, train=False), out_shardings=same)(jax.random.key(options.seed), example[0])
     params, stats = variables["params"], variables["batch_stats"]
     rate = kfac.schedules.warmup_linear_decay(options.rate, options.steps)
-    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True, verbose=False)
+    step = kfac.train_step(partial(loss_fn, model), rate, has_aux=True)
     opt_state = step.init(params, stats, *example)
 
     # Restore the last checkpoint, if any. From here on, Ctrl-C and SIGTERM end the run with a checkpoint.

@@ -59,8 +59,9 @@ def simple(folder, *args, devices=1):
 
 
 def lines(done):
-    """Return the printed lines without the seconds."""
-    return re.sub(r"  [\d.]+ s\n", "\n", done.stdout).splitlines()
+    """Return the printed lines without the seconds, and without the five lines that `init` prints."""
+    text = re.sub(r"^\d+ layers, .*\n(?:.*\n){4}", "", done.stdout, flags=re.MULTILINE)
+    return re.sub(r"  [\d.]+ s\n", "\n", text).splitlines()
 
 
 def test_it_is_one_file_of_200_lines_that_needs_no_neighbour():
@@ -132,7 +133,7 @@ def test_photographs_on_several_devices(folder, photographs, layout):
     if layout == "splits":
         into_splits(photographs)
     done = finish(simple(folder, photographs, *SMALL, "--size", 16, "--steps", 12, devices=2))
-    assert re.search(r"^\d+ images of 3 classes", done.stdout)
+    assert re.search(r"^\d+ images of 3 classes", done.stdout, re.MULTILINE)
     assert "broken.jpg: UnidentifiedImageError" in done.stderr and len(done.stderr.splitlines()) == 1
     assert float(lines(done)[-1].split()[-1].rstrip("%")) > 60
 
