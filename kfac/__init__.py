@@ -20,7 +20,7 @@ Change the loss and the loop:
 
 Build an optimizer:
 
-- `natural_gradient`: K-FAC as in the papers; the curvature sets the step length. `gauss_newton`: for whole batches.
+- `natural_gradient`: K-FAC as in the papers; the curvature sets the step length. `gauss_newton`: the fewest steps.
 - `scale_by_kfac`: the preconditioner alone, for `optax.chain`.
 - `adaptive_damping`: adapts an optimizer's damping to the loss.
 - `Cholesky`, `Eigh`, `EKFAC`, `SOAP`: ways to precondition a block. `BlockPreconditioner`: the base class for your own.
@@ -98,6 +98,6 @@ __all__ = [
 __getattr__ = _former_names(
     "kfac",
     {
-        "presets": "kfac.natural_gradient for osawa2019 and kfac.gauss_newton for full_batch",
+        "presets": "kfac.natural_gradient for osawa2019 and kfac.gauss_newton(1.0, layers) for full_batch",
     },
 )

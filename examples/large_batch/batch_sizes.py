@@ -38,15 +38,21 @@ from files import UserError  # noqa: E402
 from reporting import LABELS, crossing  # noqa: E402
 
 # Targets for the score: the validation accuracy, or the negative validation loss.
-TARGETS = {"residual network, batch norm": 0.5, "vision transformer": 0.4, "character transformer": -2.4}
+TARGETS = {
+    "residual network, batch norm": 0.5,
+    "vision transformer": 0.4,
+    "character transformer": -2.4,
+    "deep autoencoder": -16.5,
+}
 RATES = {"kfac": 0.1, "muon": 0.1, "muon-adam-1": 0.1, "soap": 0.01, "adamw": 0.01}  # at batches of N/10
+RATES |= {name: 1.0 for name in networks.NEWTON}
 METHODS = {"character transformer": ["kfac", "muon-adam-1", "soap", "adamw"]}
 OTHERWISE = ["kfac", "muon", "soap", "adamw"]
 NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon"}
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.
-FIRST = {2: 30, 4: 40, 10: 60, 50: 160, 200: 640}
+FIRST = {1: 30, 2: 30, 4: 40, 10: 60, 50: 160, 200: 640}
 BUDGETS = 4  # the number of larger and of smaller budgets, each by the root of two
 
 KEYS = "network", "method", "batch", "steps", "rate"
@@ -121,6 +127,8 @@ def table(
             return stored[key]
 
         scale = math.sqrt(10 / share)
+        # The minimising step has no scale.
+        scale = 1.0 if method in networks.NEWTON else scale
         rates = [RATES[method] * factor * scale for factor in FACTORS]
         try:
             result = steps_to_target(share, rates, TARGETS[name], score)

@@ -25,6 +25,8 @@ The methods are:
 - "kfac-every-step": statistics from all examples in every step.
 - "kfac-cholesky": the same with `preconditioner=kfac.Cholesky()`.
 - "no-statistics": the same without any call of `kfac.observe`. Momentum, step lengths and adaptive rates remain.
+- "gauss-newton": `kfac.gauss_newton` for minibatches, on networks that mark their output. The rate is the fraction of
+  the minimising step. "gauss-newton-0", "-2" and "-16" have this number of conjugate-gradient iterations, not 6.
 - "soap": published SOAP, with Shampoo's matrices.
 - "soap-spectral": the same with K-FAC's step lengths.
 - "muon": Muon, whose Adam has 0.3 times the rate for tables, heads and vectors.
@@ -109,7 +111,12 @@ KFAC: dict[str, dict[str, Any]] = {
     "kfac-cholesky": {"overhead": EVERY, "preconditioner": kfac.Cholesky()},
     "no-statistics": {},
 }
-METHODS = (*KFAC, "soap", "soap-spectral", *brackets.MUON, "muon-adaptive", "adamw", "lars", "lamb", "sgd")
+# With marked outputs, factors of sampled targets, and products of the examples that the statistics use.
+NEWTON: dict[str, dict[str, Any]] = {
+    "gauss-newton": {},
+    **{f"gauss-newton-{number}": {"iterations": number} for number in (0, 2, 16)},
+}
+METHODS = (*KFAC, *NEWTON, "soap", "soap-spectral", *brackets.MUON, "muon-adaptive", "adamw", "lars", "lamb", "sgd")
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RESULTS = Path(__file__).resolve().parent / "results" / "networks.jsonl"
 
@@ -173,6 +180,7 @@ def images(model: nn.Module, data_dir: Path, share: int, name: str = "cifar") ->
 
     def loss(params: Any, state: Any, pixels: Any, labels: Any) -> tuple[jax.Array, Any]:
         found, new = logits(params, state, pixels, train=True)
+        found = kfac.mark_output(found, "categorical")
         targets = optax.smooth_labels(jax.nn.one_hot(labels, 10), task.smoothing)
         return jnp.mean(optax.softmax_cross_entropy(found, targets)), new.get("batch_stats", {})
 
@@ -340,11 +348,11 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
     layers: Any = None
     settings: dict[str, Any] = {}
     overlaps = kernel_overlaps(problem) if method == "soap-spectral" else None
-    if method in KFAC:
+    if method in KFAC or method in NEWTON:
         params, state = problem.init(jax.random.key(0))
         first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
-        settings = dict(KFAC[method])
+        settings = dict(KFAC[method] if method in KFAC else NEWTON[method])
         find = {"batch_argnums": tuple(batch), "max_factor_dim": settings.pop("max_factor_dim", None)}
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, **find)
         quarter = "overhead" not in settings and (layers.num_examples or 0) >= 64
@@ -352,6 +360,8 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
 
     def optimizer(rates: jax.Array) -> Any:
         rate = rates.__getitem__
+        if method in NEWTON:
+            return kfac.gauss_newton(rate, layers, factor_ema_decay=0.9, damping=0.1, min_damping=0.001, **settings)
         if layers is not None:
             return kfac.kfac(rate, layers, **settings)
         if method in ("soap", "soap-spectral"):
@@ -368,18 +378,23 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
     @functools.partial(jax.jit, donate_argnums=0)
     def observe(carry: Any, batch: Any) -> Any:
         params, state, opt_state, rates = carry
-        measure = kfac.statistics(problem.loss, layers, fraction=1 / (share or 1), has_aux=True)
-        return params, state, kfac.observe(opt_state, measure(params, state, *batch)), rates
+        fisher = "sampled" if method in NEWTON else "empirical"
+        measure = kfac.statistics(problem.loss, layers, fraction=1 / (share or 1), has_aux=True, fisher=fisher)
+        key = jax.random.fold_in(jax.random.key(0), opt_state.count) if method in NEWTON else None
+        return params, state, kfac.observe(opt_state, measure(params, state, *batch, fisher_key=key)), rates
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(carry: Any, batch: Any) -> Any:
         params, state, opt_state, rates = carry
         (loss, state), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, state, *batch)
-        updates, opt_state = optimizer(rates).update(grads, opt_state, params)
+        part = jax.tree.map(lambda x: x[:: share or 1], batch)
+        of = lambda batch: lambda params: problem.loss(params, carry[1], *batch)[0]  # noqa: E731
+        losses = {"value_fn": of(batch), "curvature_fn": of(part)} if method in NEWTON else {}
+        updates, opt_state = optimizer(rates).update(grads, opt_state, params, **losses)
         return (optax.apply_updates(params, updates), state, opt_state, rates), loss
 
     init = jax.jit(lambda params: optimizer(jnp.zeros(1)).init(params))
-    observes = method in KFAC and method != "no-statistics"
+    observes = layers is not None and method != "no-statistics"
     return Programs(init, observe if observes else None, step)
 
 

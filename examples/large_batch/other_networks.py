@@ -20,6 +20,7 @@ import optax  # noqa: E402
 from flax import linen as nn  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
+import kfac  # noqa: E402
 import tasks  # noqa: E402
 import topics  # noqa: E402
 
@@ -333,7 +334,7 @@ def autoencoder(data_dir: Path, share: int) -> Problem:
     model = Autoencoder()
 
     def loss(params: Any, x: Any) -> jax.Array:
-        logits = model.apply({"params": params}, x)
+        logits = kfac.mark_output(jnp.asarray(model.apply({"params": params}, x)), "bernoulli")
         return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(logits, x), -1))
 
     return without_state(

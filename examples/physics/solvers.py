@@ -41,6 +41,9 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
 
         return tx.init(params), quasi_newton
 
+    if name == "ssbroyden":
+        return broyden(loss, params)
+
     def along(params, directions, grads, damping):
         """Return the Gauss-Newton model's best step in the directions' span (Martens & Grosse 2015, section 7)."""
         products = jnp.stack([derivative(residual, params, d) for d in directions])
@@ -70,7 +73,7 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
     loss_of = lambda params, batch: 0.5 * jnp.sum(residuals(params, problem, *batch) ** 2)  # noqa: E731
     layers = kfac.find_layers(loss_of, params, batch)
     measure = kfac.value_and_grad(loss_of, layers, fisher="expected", num_examples=len(batch[0]))
-    whole = kfac.gauss_newton(layers, num_examples=len(batch[0]))
+    whole = kfac.gauss_newton(1.0, layers, iterations=20, min_gain=0.02, num_examples=len(batch[0]))
 
     def kronecker(params, state, setting, fall, key):
         _, grads, factors = measure(params, batch, fisher_key=key)
@@ -78,3 +81,24 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
         return optax.apply_updates(params, updates), state
 
     return whole.init(params), kronecker
+
+
+def broyden(loss: Callable, params: Any) -> tuple[Any, Callable]:
+    """Return the state and step of self-scaled Broyden (arXiv:2505.11638), of the package `ssbroyden-optimistix`.
+
+    A step is a trial of its line search.
+    """
+    import equinox as eqx
+    from ssbroyden_optimistix import SSBroyden  # type: ignore[import-not-found]
+
+    solver = SSBroyden(rtol=0.0, atol=0.0)
+    fn = lambda y, args: (loss(y), None)  # noqa: E731
+    begin = solver.init(fn, params, None, {}, jax.eval_shape(loss, params), None, frozenset())
+    arrays, rest = eqx.partition(begin, eqx.is_array)
+
+    def step(params, state, setting, fall, key):
+        whole = eqx.combine(state, rest)
+        params, whole, _ = solver.step(fn, params, None, {}, whole, frozenset())
+        return params, eqx.filter(whole, eqx.is_array)
+
+    return arrays, step

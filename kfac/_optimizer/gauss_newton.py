@@ -1,9 +1,10 @@
-"""Full-batch K-FAC without a learning rate: each step minimizes a quadratic model of the loss."""
+"""Gauss-Newton steps: each step minimises a quadratic model of the batch's loss."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,44 +13,64 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import marked
-from kfac._checks import check_layers
+from kfac._checks import check, check_count, check_layers, check_number
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
 from kfac._mesh import device_axes
 from kfac._optimizer.adaptive_damping import adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
-
-STEPS = 6  # of conjugate gradients, per update
+from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 Product = Callable[[Array], Array]
 
 
 def gauss_newton(
-    layers: Layers, *, num_examples: int | None = None
+    learning_rate: ScalarOrSchedule,
+    layers: Layers,
+    *,
+    iterations: int = 6,
+    min_gain: float = 0.0,
+    factor_ema_decay: ScalarOrSchedule = 0.0,
+    damping: float = 1.0,
+    min_damping: float = 0.1,
+    num_examples: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a K-FAC optimizer for full-batch training, such as solving a differential equation.
+    """Return an optimizer whose steps minimise a quadratic model of the loss.
 
-    There is no learning rate, momentum or damping to choose. The step `s` approximately minimizes a quadratic model of
-    the loss `h` with the batch's *whole* Gauss-Newton matrix `F`,
+    It takes the fewest steps of the three optimizers, but a step costs several gradients. Use it for physics, for
+    whole data sets, and for batches so large that the number of steps matters more than their cost.
+
+    The step is `learning_rate * s`, where `s` approximately minimises a quadratic model of the batch's loss `h` with
+    the *whole* Gauss-Newton matrix `F`, including the curvature between layers:
 
         h + <grad h, s> + <s, (F + l I) s> / 2
 
-    First, the optimizer finds the best linear combination of K-FAC's direction and the last step (Martens & Grosse
-    2015, section 7). Six steps of conjugate gradients follow, preconditioned by K-FAC's inverse (Martens 2010). A
-    product with `F` takes a forward-mode derivative and a backward pass.
+    First, the optimizer finds the best linear combination of K-FAC's direction and the last step, which chooses the
+    rate and the momentum (Martens & Grosse 2015, section 7). Then `iterations` steps of conjugate gradients follow,
+    preconditioned by K-FAC's inverse (Martens 2010). A product with `F` takes a forward-mode derivative and a backward
+    pass.
 
-    The damping `l` is a multiple of the loss, and K-FAC's blocks have the same damping. The multiple starts at 1 and
-    follows the Levenberg-Marquardt rule of `adaptive_damping`, with a minimum of 0.1. A step after which the loss is
-    larger is rejected.
+    The damping `l` is a multiple of the loss, and K-FAC's blocks have the same damping. The multiple follows the
+    Levenberg-Marquardt rule of `adaptive_damping`. A step after which the batch's loss is larger is rejected.
 
-    Use the same batch in every step, a loss whose minimum is near zero, and statistics with `fisher="expected"`::
+    **Minibatches.** The loss marks its output, see `mark_output`. A batch should hold at least a tenth of the data::
+
+        rate = optax.linear_schedule(1.0, 0.0, num_steps)
+        options = {"factor_ema_decay": 0.9, "damping": 0.1, "min_damping": 0.01}
+        step = kfac.train_step(loss_fn, rate, optimizer=kfac.gauss_newton, fisher="sampled", **options)
+        opt_state = step.init(params, batch)
+        params, opt_state, loss = step(params, opt_state, batch)
+
+    Here, products with `F` use the same examples as the statistics, by default a quarter of the batch.
+
+    **The whole data set in every step.** Use a rate of 1, `fisher="expected"` and a loss whose minimum is near zero::
 
         def loss_fn(params, x):
             return 0.5 * jnp.mean(jnp.sum(kfac.mark_output(network(params, x), "residual") ** 2, -1))
 
         x = batch[0]
         layers = kfac.find_layers(loss_fn, params, x)
-        optimizer = kfac.gauss_newton(layers)
+        optimizer = kfac.gauss_newton(1.0, layers)
         opt_state = optimizer.init(params)
         measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
         loss, grads, factors = measure(params, x, fisher_key=jax.random.key(0))
@@ -57,11 +78,20 @@ def gauss_newton(
         value_fn = lambda params: loss_fn(params, x)
         updates, opt_state = optimizer.update(grads, opt_state, params, value_fn=value_fn)
 
-    For minibatches use `kfac.kfac`, because the loss of each minibatch has a different minimum. To use
-    several devices, place the parameters and the batch on a mesh.
+    `update(grads, state, params, *, value_fn, curvature_fn=value_fn)` needs the batch's loss as a function of the
+    parameters alone. `curvature_fn` is the mean loss over a part of the batch. Products with `F` use this part, which
+    saves most of their time. To use several devices, place the parameters and the batch on a mesh.
 
     Args:
+      learning_rate: the fraction of the minimising step, usually 1. With minibatches, let it fall to zero, because the
+        minimum of each batch is a different one. Scalar or schedule.
       layers: the layers that `find_layers` returned.
+      iterations: the largest number of conjugate-gradient iterations. Each costs about a gradient of the part of the
+        batch that `F` uses. With 0, only the rate and the momentum come from the model.
+      min_gain: iterations stop as soon as one improves the model by less than this fraction of its whole improvement.
+      factor_ema_decay: see `natural_gradient`. Choose about 0.9 for minibatches.
+      damping: the initial multiple of the loss, at least `min_damping`.
+      min_damping: the smallest multiple of the loss.
       num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`.
 
     Returns:
@@ -69,13 +99,19 @@ def gauss_newton(
       `rejected_steps`, the number of rejected steps.
 
     Raises:
-      ValueError: `layers` does not come from `find_layers`, or has multipliers. `update` raises the errors of
-        `adaptive_damping`, and an error inside `shard_map` or `pmap`.
+      ValueError: an argument is out of range, `layers` does not come from `find_layers`, or has multipliers. `update`
+        raises the errors of `adaptive_damping`, and an error inside `shard_map` or `pmap`, or for both `num_examples`
+        and a `curvature_fn`.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
-      https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010
+      https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010; Abreu et al.,
+      "The Potential of Second-Order Optimization for LLMs: A Study with Full Gauss-Newton", 2025,
+      https://arxiv.org/abs/2510.09378
     """
+    check(learning_rate=learning_rate, factor_ema_decay=factor_ema_decay)
+    check_count("iterations", iterations, 0)
+    check_number("min_gain", min_gain, "[0, 1)")
     check_layers(layers)
     for layer in layers:
         # The step minimises a model of the loss, and a multiple of this step does not.
@@ -84,20 +120,33 @@ def gauss_newton(
                 f"a rule multiplies the steps of layer {layer.name!r} by {layer.multiplier:g}, but the whole step "
                 "minimises a model of the loss: leave it out of rules="
             )
-    step = functools.partial(_quadratic_step, layers, num_examples)
+    limits = Limits(iterations, min_gain)
+    step = functools.partial(
+        _quadratic_step, learning_rate, layers, limits, factor_ema_decay, num_examples
+    )
     return adaptive_damping(
         step,
-        1.0,
+        damping,
         every=1,
         decay=0.5,
-        minimum=0.1,
+        minimum=min_damping,
         maximum=1e6,
         num_examples=num_examples,
     )
 
 
+class Limits(NamedTuple):
+    """The limits of conjugate gradients, as `gauss_newton` takes them."""
+
+    iterations: int
+    min_gain: float
+
+
 def _quadratic_step(
+    learning_rate: ScalarOrSchedule,
     layers: Layers,
+    limits: Limits,
+    factor_ema_decay: ScalarOrSchedule,
     num_examples: int | None,
     multiple: Array,
 ) -> optax.GradientTransformationExtraArgs:
@@ -105,22 +154,31 @@ def _quadratic_step(
 
     def preconditioner(damping):
         return scale_by_kfac(
-            layers, damping=damping, factor_ema_decay=0.0, preconditioner=Eigh()
+            layers,
+            damping=damping,
+            factor_ema_decay=factor_ema_decay,
+            preconditioner=Eigh(),
         )
 
     def init(params):
         return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
 
-    def update(updates, state, params, *, value_fn, **extra):
+    def update(updates, state, params, *, value_fn, curvature_fn=None, **extra):
         if device_axes():
             raise ValueError(
                 "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
             )
-        loss_fn = marked(value_fn, params, num_examples, "gauss_newton")
+        if curvature_fn is not None and num_examples is not None:
+            raise ValueError(
+                f"num_examples={num_examples} counts the whole batch's examples: leave curvature_fn out "
+                "(in train_step: statistics_fraction=1)"
+            )
+        loss_fn = marked(curvature_fn or value_fn, params, num_examples, "gauss_newton")
         value, root_of_tree = loss_fn.root(params)
         _, unravel = ravel_pytree(params)
         gradient, _ = ravel_pytree(updates)
         blocks, last = state
+        rate = value_at(learning_rate, blocks.count)
         last, _ = ravel_pytree(last)
         # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
         damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
@@ -134,12 +192,35 @@ def _quadratic_step(
             return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
 
         pair = jnp.stack([ravel_pytree(direction)[0], last])
-        step = _minimized(pair, gradient, damping, root, precondition)
+        step = _minimized(pair, gradient, damping, root, precondition, limits)
+        step = rate.astype(step.dtype) * step
         # Stay in place if the step is not finite.
         step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
         return step, (blocks, step)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Search(NamedTuple):
+    """The state of conjugate gradients.
+
+    Attributes:
+      step: the step so far.
+      rows: `R` times the step.
+      along: the last search direction.
+      size: the squared norm of the last residual in the preconditioner's metric.
+      iterations: the number of iterations.
+      gain: by how much the last iteration improved the model.
+      total: by how much the step improves the model.
+    """
+
+    step: Array
+    rows: Array
+    along: Array
+    size: Array
+    iterations: Array
+    gain: Array
+    total: Array
 
 
 def _minimized(
@@ -148,6 +229,7 @@ def _minimized(
     damping: Array,
     root: Product,
     precondition: Product,
+    limits: Limits,
 ) -> Array:
     """Return the step that minimizes the quadratic model by conjugate gradients.
 
@@ -157,6 +239,7 @@ def _minimized(
       damping: `l`.
       root: multiplies a vector by `R`, with `F = R^T R`.
       precondition: multiplies a vector by an approximate inverse of `F + l I`.
+      limits: the limits of conjugate gradients.
     """
     # Begin with the best combination of the pair, whose norms differ by orders of magnitude.
     norms = jnp.linalg.norm(pair, axis=1, keepdims=True)
@@ -172,8 +255,13 @@ def _minimized(
     step = weights @ pair
     transposed = jax.linear_transpose(root, step)
 
-    def iterate(_, state):
-        step, rows, along, size = state
+    def unfinished(state):
+        return (state.iterations < limits.iterations) & (
+            state.gain >= limits.min_gain * state.total
+        )
+
+    def iterate(state):
+        step, rows, along, size, count, _, total = state
         residual = -(gradient + transposed(rows)[0] + damping * step)
         preconditioned = precondition(residual)
         new = jnp.vdot(residual, preconditioned)
@@ -181,7 +269,15 @@ def _minimized(
         moved = root(along)
         curvature = jnp.sum(jnp.square(moved)) + damping * jnp.vdot(along, along)
         rate = jnp.where(curvature > 0, new / curvature, 0)
-        return step + rate * along, rows + rate * moved, along, new
+        step += rate * along
+        rows += rate * moved
+        gain = rate * new / 2
+        return Search(step, rows, along, new, count + 1, gain, total + gain)
 
-    initial = step, weights @ rows, 0 * step, 0 * damping
-    return lax.fori_loop(0, STEPS, iterate, initial)[0]
+    # The best combination of the pair improves the model by `-<grad h, s> / 2`.
+    total = -jnp.vdot(gradient, step) / 2
+    zero = 0 * damping
+    initial = Search(
+        step, weights @ rows, 0 * step, zero, jnp.zeros((), jnp.int32), total, total
+    )
+    return lax.while_loop(unfinished, iterate, initial).step

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -40,6 +40,22 @@ from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
 from kfac._optimizer.state import KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
+
+
+class Part(NamedTuple):
+    """The arguments of the loss with a part of the batch.
+
+    Attributes:
+      args: the arguments by position.
+      kwargs: the arguments by name.
+      num_examples: the number of examples over which the loss takes the mean, if given.
+      parts: the number of micro-batches.
+    """
+
+    args: Sequence[PyTree]
+    kwargs: Mapping[str, PyTree]
+    num_examples: int | None
+    parts: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -263,31 +279,23 @@ class TrainStep:
         layers = self._find_layers(params, args, kwargs)
         state = _kfac_state(opt_state)
         one_in = statistics_one_in(layers, self.statistics_fraction)
-        parts = self.num_microbatches
-        examples = self.num_examples
-        if one_in > 1:
-            fewer = -(-parts // one_in)
-            thinned = thin_batch(layers, args, kwargs, one_in, fewer)
-            args = thinned.args
-            kwargs = thinned.kwargs
-            examples = thinned.of(examples)
-            if thinned.kept < thinned.rows:
-                parts = fewer
+        part = self._thinned(layers, args, kwargs, one_in)
+        examples = part.num_examples
         measure = statistics(
             self.loss_fn,
             layers,
             fraction=1,
             has_aux=self.has_aux,
             fisher=self.fisher,
-            num_examples=examples and examples // parts,
+            num_examples=examples and examples // part.parts,
             distribution=state.settings.distribution,
         )
         basis = None
         if state.settings.preconditioner.uses_example_moments:
             basis = eigenbasis(opt_state, layers)
-        measure = self._in_parts(measure, layers, parts)
+        measure = self._in_parts(measure, layers, part.parts)
         factors = measure(
-            params, *args, kwargs=kwargs, fisher_key=fisher_key, basis=basis
+            params, *part.args, kwargs=part.kwargs, fisher_key=fisher_key, basis=basis
         )
         return observe(opt_state, factors)
 
@@ -295,11 +303,66 @@ class TrainStep:
         layers = self._find_layers(params, args, kwargs)
         measure = plain_value_and_grad(self.loss_fn, self.has_aux)
         measure = self._in_parts(measure, layers, self.num_microbatches)
-        value, grads = measure(params, *args, kwargs=kwargs)
+        result, grads = measure(params, *args, kwargs=kwargs)
+        one_in = statistics_one_in(layers, self.statistics_fraction)
+        # Only optimizers that evaluate the loss call these functions.
+        losses = {"value_fn": self._loss_of_params(layers, args, kwargs, 1)}
+        if one_in > 1:
+            losses["curvature_fn"] = self._loss_of_params(layers, args, kwargs, one_in)
         updates, opt_state = self._transformation(layers).update(
-            grads, opt_state, params
+            grads, opt_state, params, **losses
         )
-        return optax.apply_updates(params, updates), opt_state, value
+        return optax.apply_updates(params, updates), opt_state, result
+
+    def _loss_of_params(
+        self,
+        layers: Layers,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        one_in: int,
+    ) -> Callable[[PyTree], Array]:
+        """Return the mean loss over one of `one_in` examples, as a function of the parameters."""
+        # Each call gets copies of objects among the arguments, because tracing may change flax nnx objects.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+
+        def loss(*args, kwargs):
+            arrays, fixed = _split((args, kwargs))
+
+            def run(arrays):
+                args, kwargs = _join(arrays, fixed)
+                result = self.loss_fn(*args, **kwargs)
+                return result[0] if self.has_aux else result
+
+            if self.num_microbatches > 1:
+                # Otherwise derivatives would keep the activations of all micro-batches.
+                run = jax.checkpoint(run)
+            return run(arrays)
+
+        def loss_of_params(params):
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            part = self._thinned(layers, args, kwargs, one_in)
+            in_parts = self._in_parts(loss, layers, part.parts)
+            return in_parts(params, *part.args, kwargs=part.kwargs)
+
+        return loss_of_params
+
+    def _thinned(
+        self,
+        layers: Layers,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        one_in: int,
+    ) -> Part:
+        """Return one of `one_in` examples, and their micro-batches."""
+        parts = self.num_microbatches
+        examples = self.num_examples
+        if one_in == 1:
+            return Part(args, kwargs, examples, parts)
+        fewer = -(-parts // one_in)
+        thinned = thin_batch(layers, args, kwargs, one_in, fewer)
+        if thinned.kept < thinned.rows:
+            parts = fewer
+        return Part(thinned.args, thinned.kwargs, thinned.of(examples), parts)
 
 
 OF_FIND_LAYERS = "layers=kfac.find_layers(loss_fn, params, batch, {}=...)"

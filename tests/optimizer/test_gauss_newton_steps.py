@@ -23,57 +23,90 @@ def loss_fn(params, batch):
     """Compute a residual for each example. No layer contains the scale, so its diagonal comes from gradients."""
     x, y = batch
     z = params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"])
-    return 0.5 * jnp.sum(kfac.mark_output(z - y, "residual") ** 2) / N
+    return 0.5 * jnp.sum(kfac.mark_output(z - y, "residual") ** 2) / len(x)
 
 
-def problem():
+def problem(rate=1.0, part=slice(None), **options):
+    """Return a problem, and a step whose products with `F` use a part of the batch."""
     params = {"w": normal(0, 3, 4), "b": normal(1, 4), "out": normal(2, 4, 1), "scale": jnp.asarray(0.5)}
     batch = normal(3, N, 3), normal(4, N, 1)
     layers = kfac.find_layers(loss_fn, params, batch)
     measure = kfac.value_and_grad(loss_fn, layers, fisher="expected")
-    tx = kfac.gauss_newton(layers)
+    tx = kfac.gauss_newton(rate, layers, **options)
+    own = jax.tree.map(lambda x: x[part], batch)
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def step(params, state, key):
-        loss, grads, factors = measure(params, batch, fisher_key=key)
+        _, grads, factors = measure(params, batch, fisher_key=key)
         state = kfac.observe(state, factors)
-        updates, state = tx.update(grads, state, params, value_fn=lambda p: loss_fn(p, batch))
-        return loss, grads, factors, updates, state
+        functions = {"value_fn": lambda p: loss_fn(p, batch)}
+        if part != slice(None):
+            functions["curvature_fn"] = lambda p: loss_fn(p, own)
+        updates, state = tx.update(grads, state, params, **functions)
+        return loss_fn(params, own), grads, factors, updates, state
 
-    return params, batch, layers, tx, step
+    return params, own, layers, tx, step
 
 
-def dense_step(matrix, near, gradient, last):
-    """Minimise in the span of the direction and the last step, and take six preconditioned steps from there."""
+def dense_step(matrix, near, gradient, last, iterations=6, min_gain=0.0):
+    """Minimise in the span of the direction and the last step, and take preconditioned steps from there."""
     span = np.stack([near @ gradient, *([last] if last.any() else [])], axis=1)
     x = -span @ np.linalg.solve(span.T @ matrix @ span, span.T @ gradient)
+    model = lambda x: gradient @ x + x @ matrix @ x / 2  # noqa: E731
     along, size = 0 * x, np.inf
-    for _ in range(6):
+    for _ in range(iterations):
         rest = -(gradient + matrix @ x)
         new = rest @ near @ rest
-        along, size = near @ rest + new / size * along, new
+        along, size, before = near @ rest + new / size * along, new, model(x)
         x = x + new / (along @ matrix @ along) * along
+        if before - model(x) < min_gain * -model(x):
+            break
     return x
 
 
-def test_two_steps_are_those_of_dense_matrices():
-    params, batch, layers, tx, step = problem()
+OPTIONS = {
+    "the rate and the momentum alone": {"iterations": 0},
+    "six iterations": {},
+    "until the gain is small": {"iterations": 20, "min_gain": 0.02},
+    "a third of the examples": {"part": slice(None, None, 3)},
+    "a schedule": {"rate": lambda count: 1 / (2 + count)},
+    "less damping": {"damping": 0.5, "min_damping": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_two_steps_of_gauss_newton_are_those_of_dense_matrices(options):
+    params, batch, layers, tx, step = problem(**options)
     state, last = jax.jit(tx.init, compiler_options=FAST)(params), np.zeros(21)
     unravel = ravel_pytree(params)[1]
     jacobian = jax.jit(jax.jacobian(lambda w: residual(unravel(w), batch)), compiler_options=FAST)
     inverted = jax.jit(lambda f, damping: kfac.curvature.block_operator(layers, f, damping=damping).inv().to_dense())
+    limits = {name: options[name] for name in ("iterations", "min_gain") if name in options}
     for k in range(2):
         damping, observed = float(state.next_damping), float(state_of(state).observe_damping)
         loss, grads, factors, updates, state = step(params, state, jax.random.key(k))
         damping *= float(loss)
         j = np.asarray(jacobian(ravel_pytree(params)[0]))
-        matrix = j.T @ j / N + damping * np.eye(j.shape[1])
+        matrix = j.T @ j / len(j) + damping * np.eye(j.shape[1])
         near = np.array(inverted(factors, damping))
         near[SCALE] = inverted(factors, observed)[SCALE]  # `observe` inverts small blocks, before the step
-        last = dense_step(matrix, near, np.asarray(ravel_pytree(grads)[0]), last)
+        last = dense_step(matrix, near, np.asarray(ravel_pytree(grads)[0]), last, **limits)
+        last = last * (options["rate"](k) if "rate" in options else 1)
         np.testing.assert_allclose(ravel_pytree(updates)[0], last, rtol=1e-6, atol=1e-9)
         assert float(updates["scale"]) != 0
         params = optax.apply_updates(params, updates)
+
+
+def test_gauss_newton_keeps_a_running_average_of_factors():
+    states = []
+    for options in ({}, {"factor_ema_decay": 0.5}):
+        params, _, _, tx, step = problem(**options)
+        state = jax.jit(tx.init, compiler_options=FAST)(params)
+        for k in range(2):
+            *_, state = step(params, state, jax.random.key(k))
+        states.append(state_of(state))
+    last, mean = (jax.tree.leaves(state.blocks) for state in states)
+    assert any(not np.allclose(x, y) for x, y in zip(last, mean, strict=True))
 
 
 def residual(params, batch):
@@ -124,3 +157,78 @@ def test_inside_of_shard_map_it_is_refused():
         jax.eval_shape(step, params, batch)
     with pytest.raises(ValueError, match=r"^a damping that follows .*value_fn=lambda params: loss_fn"):
         tx.update(params, tx.init(params), params)
+
+
+def marked_loss(params, batch):
+    x, labels = batch
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    logits = kfac.mark_output(hidden @ params["out"], "categorical")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def classified():
+    params = {"w": normal(0, 3, 4), "b": normal(1, 4), "out": normal(2, 4, 3)}
+    return params, (normal(3, 16, 3), jnp.arange(16) % 3)
+
+
+def trained(batch, loss=marked_loss, steps=3, **options):
+    """Return the parameters after steps with `kfac.gauss_newton` in `train_step`."""
+    params, _ = classified()
+    rate = optax.linear_schedule(1.0, 0.0, 5)
+    make = kfac.train_step(loss, rate, optimizer=kfac.gauss_newton, fisher="expected", verbose=False, **options)
+    state = make.init(params, batch)
+    for k in range(steps):
+        params, state, _ = make(params, state, batch, fisher_key=jax.random.key(k))
+    return params
+
+
+def test_gauss_newton_in_train_step_takes_products_of_the_examples_of_the_statistics():
+    params, batch = classified()
+    part = jax.tree.map(lambda x: x[::2], batch)
+    layers = kfac.find_layers(marked_loss, params, batch)
+    tx = kfac.gauss_newton(optax.linear_schedule(1.0, 0.0, 5), layers)
+    state = tx.init(params)
+    measure = kfac.statistics(marked_loss, layers, fisher="expected", fraction=1)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(params, state, key):
+        state = kfac.observe(state, measure(params, part, fisher_key=key))
+        grads = jax.grad(marked_loss)(params, batch)
+        functions = (lambda params, data=data: marked_loss(params, data) for data in (batch, part))
+        updates, state = tx.update(
+            grads, state, params, **dict(zip(("value_fn", "curvature_fn"), functions, strict=True))
+        )
+        return optax.apply_updates(params, updates), state
+
+    for k in range(3):
+        params, state = step(params, state, jax.random.key(k))
+    found = trained(batch, statistics_fraction=1 / 2)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9), found, params)
+    whole = trained(batch, statistics_fraction=1)
+    assert not np.allclose(whole["w"], params["w"], rtol=1e-3)
+
+
+def test_gauss_newton_in_train_step_with_micro_batches_takes_the_steps_of_whole_batches():
+    _, batch = classified()
+
+    def with_aux(params, batch):
+        return marked_loss(params, batch), jnp.sum(batch[0])
+
+    one = trained(batch, with_aux, steps=1, has_aux=True, statistics_fraction=1)
+    # Expected targets have random signs, which cancel nothing here: each example has a single row.
+    parts = trained(batch, with_aux, steps=1, has_aux=True, statistics_fraction=1, num_microbatches=4)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9), one, parts)
+
+
+def test_gauss_newton_on_four_devices_takes_the_steps_of_one():
+    _, batch = classified()
+    mesh = Mesh(jax.devices()[:4], ("d",))
+    sharded = jax.device_put(batch, jax.NamedSharding(mesh, PartitionSpec("d")))
+    one, four = trained(batch, statistics_fraction=1 / 2), trained(sharded, statistics_fraction=1 / 2)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), one, four)
+
+
+def test_gauss_newton_refuses_a_number_of_examples_with_a_part_of_them():
+    params, _, _, tx, step = problem(part=slice(None, None, 3), num_examples=N)
+    with pytest.raises(ValueError, match=r"counts the whole batch's examples: .* statistics_fraction=1"):
+        jax.eval_shape(step, params, jax.eval_shape(tx.init, params), jax.random.key(0))

@@ -242,7 +242,7 @@ def check_multiplied(make, rtol):
 
 def test_gauss_newton_refuses_multipliers():
     with pytest.raises(ValueError, match=r"multiplies the steps of layer 'out'.*leave it out"):
-        kfac.gauss_newton(with_rules({"out": 0.5}))
+        kfac.gauss_newton(1.0, with_rules({"out": 0.5}))
 
 
 def test_rows_that_are_leaves_of_their_own_have_multipliers():

@@ -176,8 +176,8 @@ MISTAKES = {
         r"optimizer must return an optimizer that contains kfac\.scale_by_kfac",
     ),
     "an optimizer that takes no learning rate": (
-        lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.gauss_newton),
-        r"^train_step\(\) passes its options on to its optimizer: gauss_newton\(\) takes 1 positional argument",
+        lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.scale_by_kfac),
+        r"^train_step\(\) passes its options on to its optimizer: scale_by_kfac\(\) takes 1 positional argument",
     ),
     "no refreshes in words": (
         lambda: optimizer(inverse_update_period="never"),
@@ -192,7 +192,7 @@ MISTAKES = {
         r"num_microbatches=3 does not divide the 16 examples of the batch",
     ),
     "a loss in the place of the layers": (
-        lambda: kfac.gauss_newton(loss_fn),
+        lambda: kfac.gauss_newton(1.0, loss_fn),
         r"layers must be what kfac\.find_layers returns, but is function",
     ),
     "gradient of what skip leaves out": (
