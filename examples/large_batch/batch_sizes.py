@@ -48,7 +48,8 @@ RATES = {"kfac": 0.1, "muon": 0.1, "muon-adam-1": 0.1, "soap": 0.01, "adamw": 0.
 RATES |= {name: 1.0 for name in networks.NEWTON}
 METHODS = {"character transformer": ["kfac", "muon-adam-1", "soap", "adamw"]}
 OTHERWISE = ["kfac", "muon", "soap", "adamw"]
-NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon"}
+NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon", "gauss-newton": "Gauss-Newton"}
+NAMES |= {name: f"Gauss-Newton, {name.split('-')[-1]} iterations" for name in list(networks.NEWTON)[1:]}
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.

@@ -52,6 +52,7 @@ def distributed():
 def test_no_other_page_has_code_that_is_notrun_blocks():
     pages = {path.name for path in DOCS.glob("*.md") if "```python" in path.read_text()}
     several = {
+        "choosing.md",
         "options.md",
         "distributed.md",
         "precision.md",
@@ -68,6 +69,14 @@ def test_code_of_the_pages_is_at_most_88_columns_wide():
         for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
             wide = [line for line in block.splitlines() if len(line) > 88]
             assert not wide, (page.name, wide)
+
+
+@pytest.mark.slow
+def test_gauss_newton_on_the_choosing_page_is_ahead_of_the_other_optimizers(capsys):
+    run_blocks("choosing.md", 1)
+    losses = [float(line) for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"\d\.\d+", line)]
+    default, natural, newton = losses
+    assert newton < min(default, natural)
 
 
 @pytest.fixture(scope="module")
