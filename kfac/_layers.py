@@ -358,8 +358,8 @@ def _table(layers: Layers) -> str:
     summary = (
         f"{len(layers.paths)} parameter leaves ({params:,} parameters) in {len(layers)} blocks; "
         f"factors: {total:,} elements, {format_bytes(size * total)} in {layers.dtype}, "
-        # SOAP keeps a basis for each factor; momentum and moments are as large as the parameters.
-        f"the whole state about {format_bytes(2 * size * (total + params))}"
+        # SOAP keeps a basis for each factor; momentum and moments are as large as the parameters. Groups add padding.
+        f"the whole state at least {format_bytes(2 * size * (total + params))}"
     )
     if layers.num_examples is not None:
         summary += f"; found with {layers.num_examples} example(s)"

@@ -198,9 +198,9 @@ def test_init_prints_the_memory_and_whether_programs_are_kept_and_steps_print_no
     assert memory == f"the state takes {size / 1e3:.1f} kB per device, {size / 2560:.1f} times Adam's"
     step(params, state, x)
     assert capsys.readouterr().out == ""
-    # The table of layers leaves out the state's scalars.
-    [about] = re.findall("the whole state about ([0-9.]+) kB", repr(kfac.find_layers(loss_fn, params, x)))
-    assert size - 300 < 1e3 * float(about) < size
+    # The table of layers leaves out scalars, and the zeros with which blocks of similar shapes are padded.
+    [least] = re.findall("the whole state at least ([0-9.]+) kB", repr(kfac.find_layers(loss_fn, params, x)))
+    assert size / 2 < 1e3 * float(least) < size
 
 
 def test_it_says_how_many_parameters_are_left_out(capsys):
