@@ -285,7 +285,7 @@ class Layers(Sequence[Layer]):
     # The error message of `value_and_grad` if the number of examples is unclear, otherwise empty.
     _unclear: str = _not_compared("")
     # The FLOPs per example of products with frozen kernels, forward and back, which the gradient needs as well.
-    _frozen_flops: float = 0.0
+    _frozen_flops: float = _not_compared(0.0)
     dtype: str = "float32"
     param_specs: tuple[tuple[str, PartitionSpec], ...] = _not_compared(())
 
