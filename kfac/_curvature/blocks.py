@@ -338,6 +338,8 @@ class Group:
 WORTH_A_GROUP = 8e6
 # Padding may make the blocks of a group this many times as large.
 MOST_PADDING = 2.0
+# Blocks with more rows are not padded. Over a mesh, each device unpacks the statistics of padded blocks.
+LARGEST_PADDED = 1024
 # The FLOPs that a step takes as long for as for an element of a unit-wise block.
 FLOPS_PER_ELEMENT = 64
 
@@ -421,6 +423,9 @@ def _may_join(a: Group, b: Group, preconditioner: BlockPreconditioner) -> bool:
         # The pieces of a cut kernel have padding of their own, which counts as part of their blocks.
         if layer.pieces > 1:
             return False
+        for rows, *others in layer.block_shapes.values():
+            if layer.kronecker and others and rows > LARGEST_PADDED:
+                return False
     return len(kinds) == 1
 
 

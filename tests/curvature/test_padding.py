@@ -136,7 +136,7 @@ def test_filled_padding_stays_zero_outside_of_a_refresh(x64):
                     assert not jnp.any(basis[k, :d, d:]) and not jnp.any(basis[k, d:, :d])
 
 
-def test_group_layers_pads_only_where_it_pays():
+def test_group_layers_pads_only_where_it_pays(x64):
     names = [group.name for group in group_layers(found(), kfac.SOAP())]
     assert names == ["kronecker_5x11_diagonal_A", "kronecker_7x8", "unitwise_7x1"]
     # A preconditioner with a `refresh` of its own says itself whether it takes padding.
@@ -154,5 +154,8 @@ def test_group_layers_pads_only_where_it_pays():
         "kronecker_64x300",
         "kronecker_64x64",
     ]
+    large = {"a": jnp.ones((2000, 1)), "b": jnp.ones((1, 1999)), "c": jnp.ones((1999, 1))}
+    shapes = kfac.find_layers(loss, large, jnp.ones((4, 2000)), max_factor_dim=8192)
+    assert not any(group.padded for group in group_layers(shapes, kfac.SOAP()))
     cut = kfac.find_layers(loss, params, jnp.ones((4, 60)), max_factor_dim=62)
     assert not any(group.padded for group in group_layers(cut, kfac.SOAP()) if group.layers[0].pieces > 1)
