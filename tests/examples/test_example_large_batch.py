@@ -196,7 +196,7 @@ def test_steps_to_a_target_at_several_batch_sizes(tmp_path, monkeypatch, capsys)
             return {"score": None if rate > 0.1 else 0.3}
         return {"score": 0.004 * steps * (1 if math.isclose(rate, 0.4) else rate)}
 
-    stub = SimpleNamespace(run=run, PROBLEMS={name: lambda folder, share: share})
+    stub = SimpleNamespace(run=run, PROBLEMS={name: lambda folder, share: share}, NEWTON={})
     monkeypatch.setitem(sys.modules, "networks", stub)  # the tests have a module of this name, too
     monkeypatch.delitem(sys.modules, "batch_sizes", raising=False)
     import batch_sizes
