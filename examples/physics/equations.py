@@ -60,6 +60,31 @@ def heat_exact(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(-0.1 * k**2 * x[0]) * jnp.sin(k * x[1]))
 
 
+def diffusion(u: Callable, x: jax.Array) -> jax.Array:
+    """Return the residual of the heat equation with conductivity 1/4. The first coordinate is the time."""
+    in_space = lambda y: u(jnp.append(x[:1], y))  # noqa: E731
+    return derivative(u, x, jnp.eye(len(x))[0]) - laplacian(in_space, x[1:]) / 4
+
+
+def diffusion_exact(x: jax.Array) -> jax.Array:
+    return jnp.exp(-x[0]) * jnp.sum(jnp.sin(2 * x[1:]))
+
+
+def fokker_planck(u: Callable, x: jax.Array) -> jax.Array:
+    """Return the residual for the logarithm of the density of an Ornstein-Uhlenbeck process."""
+    in_space = lambda y: u(jnp.append(x[:1], y))  # noqa: E731
+    y = x[1:]
+    slope = jax.vmap(lambda v: derivative(in_space, y, v))(jnp.eye(len(y)))
+    drift = (len(y) + slope @ y) / 2
+    return derivative(u, x, jnp.eye(len(x))[0]) - drift - laplacian(in_space, y) - slope @ slope
+
+
+def fokker_planck_exact(x: jax.Array) -> jax.Array:
+    """Return the log density of a normal distribution whose variance grows from 1 towards 2."""
+    variance = 2 - jnp.exp(-x[0])
+    return -jnp.sum(x[1:] ** 2 / variance + jnp.log(2 * jnp.pi * variance)) / 2
+
+
 def waves(x: jax.Array) -> jax.Array:
     return jnp.sin(jnp.pi * x[0]) * jnp.sin(4 * jnp.pi * x[1])
 
@@ -82,6 +107,18 @@ PROBLEMS = {
     ),
     "Poisson, 5 dimensions": Problem(
         lambda u, x: laplacian(u, x) + jnp.pi**2 * cosines(x), cosines, (0,) * 5, (1,) * 5, cube(5), 800, 400
+    ),
+    "Heat, 4 + 1 dimensions": Problem(
+        diffusion, diffusion_exact, (0,) * 5, (1,) * 5, ((0, 0.0), *cube(5)[2:]), 800, 400
+    ),
+    "Fokker-Planck, 9 + 1 dimensions": Problem(
+        fokker_planck,
+        fokker_planck_exact,
+        (0, *(-1,) * 9),
+        (1,) * 10,
+        ((0, 0.0), *((axis, side) for axis in range(1, 10) for side in (-1.0, 1.0))),
+        800,
+        400,
     ),
     "Helmholtz": Problem(
         lambda u, x: laplacian(u, x) + u(x) + (17 * jnp.pi**2 - 1) * waves(x), waves, (0, 0), (1, 1), cube(2), 800, 200

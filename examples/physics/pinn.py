@@ -1,11 +1,17 @@
-"""Train physics-informed networks with K-FAC, Gauss-Newton, Adam, SOAP and L-BFGS, and compare errors over time.
+"""Train physics-informed networks with K-FAC, Gauss-Newton and other methods, and compare errors over time.
 
-python examples/physics/pinn.py    # print a table, write results.json, draw docs/physics.png; about ten minutes
+    taskset -c 0 python examples/physics/pinn.py run --seconds 60    # one core
+    python examples/physics/pinn.py report                           # the table and docs/physics.png
+
+`run` stores a row for each problem and method in --results, and does not repeat stored rows. A method's budget is in
+seconds of the processor, so a busy machine does not change the comparison. Compiling is excluded. "ssbroyden" needs
+`pip install ssbroyden-optimistix`.
 """
 
+import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +23,13 @@ from matplotlib.figure import Figure
 from equations import PROBLEMS, Problem, init, network, points
 from solvers import start
 
-# Each method's setting serves all equations: a rate, L-BFGS's memory, or the damping relative to the loss. K-FAC needs
-# no setting.
-SETTINGS = {"adam": 1e-2, "soap": 1e-2, "lbfgs": 50.0, "gauss-newton": 1e-4, "kfac": 0.0}
+# Each method's setting serves all equations: a rate, L-BFGS's memory, or the damping relative to the loss. K-FAC and
+# self-scaled Broyden need no setting.
+SETTINGS = {"adam": 1e-2, "soap": 1e-2, "lbfgs": 50.0, "ssbroyden": 0.0, "gauss-newton": 1e-4, "kfac": 0.0}
+NAMES = ["Adam", "SOAP", "L-BFGS", "self-scaled Broyden", "Gauss-Newton", "K-FAC"]
+LABELS = dict(zip(SETTINGS, NAMES, strict=True))
+KEYS = "problem", "method", "budget", "seed"
+HERE = Path(__file__).parent
 
 
 def compiled(name: str, problem: Problem, seed: int) -> tuple[Any, Any, Callable, int]:
@@ -49,46 +59,88 @@ def compiled(name: str, problem: Problem, seed: int) -> tuple[Any, Any, Callable
     )
 
 
-def train(name: str, problem: Problem, seconds: float, seed: int = 0) -> list[dict[str, float]]:
-    """Train, and return a curve of steps, processor seconds and errors. The first point has the compilation seconds."""
+def train(name: str, problem: Problem, seconds: float, seed: int = 0) -> dict[str, Any]:
+    """Train, and return the last error, the steps, the seconds to compile, and a curve of seconds and errors."""
     began = time.process_time()
     carry, steps, error, count = compiled(name, problem, seed)
     compiling = time.process_time() - began
-    curve, spent, done = [{"steps": 0, "seconds": 0.0, "error": float(error(carry[0])), "compiling": compiling}], 0.0, 0
+    curve, spent, done = [(0.0, float(error(carry[0])))], 0.0, 0
     while spent < seconds:
         began = time.process_time()
         fall = 0.5 + 0.5 * np.cos(np.pi * spent / seconds)
         carry = jax.block_until_ready(steps(*carry, fall, jax.random.key(done)))
         spent, done = spent + time.process_time() - began, done + count
-        if spent >= min(seconds, curve[-1]["seconds"] + seconds / 40):
-            curve.append({"steps": done, "seconds": spent, "error": float(error(carry[0]))})
+        if spent >= min(seconds, curve[-1][0] + seconds / 40):
+            curve.append((round(spent, 2), float(f"{error(carry[0]):.3e}")))
+    row: dict[str, Any] = {"error": curve[-1][1], "steps": done, "compiling": round(compiling, 1)}
     if problem.coefficient is not None:
-        curve[-1]["coefficient"] = float(carry[0][-1]["coefficient"])
-    return curve
+        row["coefficient"] = float(carry[0][-1]["coefficient"])
+    return row | {"curve": curve}
 
 
-def compare(seconds: float, names: Sequence[str], path: Path, picture: Path, seed: int = 1) -> dict[str, Any]:
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def run(options: argparse.Namespace) -> None:
     """Run every method once on each problem, with the same initial parameters and the same points."""
-    found: dict[str, Any] = {}
-    figure = Figure(figsize=(4 * len(names), 3.4), layout="constrained")
-    for axis, title in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for name in SETTINGS:
-            curve = train(name, PROBLEMS[title], seconds, seed)
-            last = found.setdefault(title, {})[name] = curve[-1] | {"compiling": curve[0]["compiling"]}
-            known = f", coefficient {last['coefficient']:.4f}" if "coefficient" in last else ""
-            print(
-                f"{title}: {name} {last['error']:.1e} ({last['steps']}{known}), {last['compiling']:.1f} s", flush=True
-            )
-            axis.semilogy([c["seconds"] for c in curve], [c["error"] for c in curve], label=name)
+    stored = {tuple(row[key] for key in KEYS) for row in read(options.results)}
+    for title in options.problems:
+        for name in options.methods:
+            key = title, name, options.seconds, options.seed
+            if key in stored:
+                continue
+            row = dict(zip(KEYS, key, strict=True)) | train(name, PROBLEMS[title], options.seconds, options.seed)
+            with options.results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print({name: value for name, value in row.items() if name != "curve"}, flush=True)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print a table of errors, and draw the curves. Each problem's largest budget counts."""
+    rows = [row for row in read(options.results) if row["seed"] == options.seed and row["problem"] in options.problems]
+    methods = [name for name in options.methods if any(row["method"] == name for row in rows)]
+    print("| problem | seconds | " + " | ".join(LABELS[name] for name in methods) + " |")
+    print("|---" * (2 + len(methods)) + "|")
+    chosen = {}
+    for title in options.problems:
+        budgets = [row["budget"] for row in rows if row["problem"] == title]
+        if not budgets:
+            continue
+        own = {row["method"]: row for row in rows if (row["problem"], row["budget"]) == (title, max(budgets))}
+        errors = [f"{own[name]['error']:.1e}" if name in own else "" for name in methods]
+        print(f"| {title} | {max(budgets):g} | " + " | ".join(errors) + " |")
+        chosen[title] = own
+    last = [row for own in chosen.values() for row in own.values()]
+    times = [[row["compiling"] for row in last if row["method"] == name] for name in methods]
+    print("| seconds to compile | | " + " | ".join(f"{min(t):.1f} to {max(t):.1f}" for t in times) + " |")
+    drawn = {title: own for title, own in chosen.items() if all("curve" in row for row in own.values())}
+    if not drawn:
+        return
+    figure = Figure(figsize=(4 * len(drawn), 3.4), layout="constrained")
+    for axis, (title, own) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+        for number, name in enumerate(methods):
+            if name in own:
+                axis.semilogy(*zip(*own[name]["curve"], strict=True), label=LABELS[name], color=f"C{number}")
         axis.set(title=title, xlabel="seconds of the processor", ylabel="relative L2 error")
     figure.axes[0].legend()
-    figure.savefig(picture, dpi=100)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    return found
+    figure.savefig(options.figure, dpi=100)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="PROBLEM")
+    parser.add_argument("--methods", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seconds", type=float, default=60.0, help="processor seconds for each method")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--figure", type=Path, default=HERE.parents[1] / "docs" / "physics.png")
+    options = parser.parse_args(arguments)
+    {"run": run, "report": report}[options.action](options)
 
 
 if __name__ == "__main__":
     # The better methods reach errors below the accuracy of a float32 Laplacian.
     jax.config.update("jax_enable_x64", True)
-    results = Path(__file__).with_name("results.json")
-    compare(10, list(PROBLEMS), results, Path(__file__).parents[2] / "docs" / "physics.png")
+    main()
