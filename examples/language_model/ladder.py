@@ -233,11 +233,11 @@ def multipliers(state: Any) -> dict[str, np.ndarray]:
         if isinstance(x, kfac.state.KfacState)
     )
     found: dict[str, np.ndarray] = {}
-    for group, members in inner.members.items():
-        rate = inner.blocks[group].momentum_state.rate
-        names = next(iter(members)).split(", ")
-        if rate is not None and len(rate) % len(names) == 0:
-            found |= zip(names, np.asarray(rate).reshape(len(names), -1), strict=True)
+    for group in inner.settings.groups:
+        rates = inner.blocks[group.name].momentum_state.rate
+        if rates is not None:
+            parts = np.split(np.asarray(rates), np.cumsum(group.counts)[:-1])
+            found |= {layer.name: part for layer, part in zip(group.layers, parts, strict=True)}
     return found
 
 
