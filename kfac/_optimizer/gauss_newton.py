@@ -55,11 +55,18 @@ def gauss_newton(
 
     **Minibatches.** The loss marks its output, see `mark_output`. A batch should hold at least a tenth of the data::
 
+        def loss_fn(params, batch):
+            x, labels = batch
+            logits = kfac.mark_output(network(params, x), "categorical")
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
         rate = optax.linear_schedule(1.0, 0.0, num_steps)
         options = {"factor_ema_decay": 0.9, "damping": 0.1, "min_damping": 0.01}
         step = kfac.train_step(loss_fn, rate, optimizer=kfac.gauss_newton, fisher="sampled", **options)
         opt_state = step.init(params, batch)
-        params, opt_state, loss = step(params, opt_state, batch)
+        params, opt_state, loss = step(
+            params, opt_state, batch, fisher_key=jax.random.key(0)
+        )
 
     Here, products with `F` use the same examples as the statistics, by default a quarter of the batch.
 
