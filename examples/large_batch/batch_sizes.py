@@ -45,11 +45,13 @@ TARGETS = {
     "deep autoencoder": -16.5,
 }
 RATES = {"kfac": 0.1, "muon": 0.1, "muon-adam-1": 0.1, "soap": 0.01, "adamw": 0.01}  # at batches of N/10
-RATES |= dict.fromkeys(["gauss-newton", "gauss-newton-0", "gauss-newton-2", "gauss-newton-16"], 1.0)
+RATES |= dict.fromkeys(networks.NEWTON, 1.0)
 METHODS = {"character transformer": ["kfac", "muon-adam-1", "soap", "adamw"]}
 OTHERWISE = ["kfac", "muon", "soap", "adamw"]
 NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon", "gauss-newton": "Gauss-Newton"}
-NAMES |= {f"gauss-newton-{count}": f"Gauss-Newton, {count} iterations" for count in (0, 2, 16)}
+NAMES |= {
+    name: f"Gauss-Newton, {settings['iterations']} iterations" for name, settings in networks.NEWTON.items() if settings
+}
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.
@@ -129,7 +131,7 @@ def table(
 
         scale = math.sqrt(10 / share)
         # The minimising step has no scale.
-        scale = 1.0 if method.startswith("gauss-newton") else scale
+        scale = 1.0 if method in networks.NEWTON else scale
         rates = [RATES[method] * factor * scale for factor in FACTORS]
         try:
             result = steps_to_target(share, rates, TARGETS[name], score)

@@ -348,11 +348,11 @@ def programs(problem: Problem, method: str, share: int | None) -> Programs:
     layers: Any = None
     settings: dict[str, Any] = {}
     overlaps = kernel_overlaps(problem) if method == "soap-spectral" else None
-    if method in KFAC or method in NEWTON:
+    if method in KFAC | NEWTON:
         params, state = problem.init(jax.random.key(0))
         first = next(problem.batches(0, 1))
         batch = range(2, 2 + len(first))
-        settings = dict(KFAC[method] if method in KFAC else NEWTON[method])
+        settings = dict((KFAC | NEWTON)[method])
         find = {"batch_argnums": tuple(batch), "max_factor_dim": settings.pop("max_factor_dim", None)}
         layers = kfac.find_layers(problem.loss, params, state, *first, has_aux=True, **find)
         quarter = "overhead" not in settings and (layers.num_examples or 0) >= 64
