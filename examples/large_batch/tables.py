@@ -151,9 +151,9 @@ def cell(name: str, share: int, family: Iterable[str], rate: float | None = None
             continue
         searched = brackets.bracket(scores)
         at = searched.best if rate is None else rate
-        values = [record["score"] for record in rows if record["rate"] == at]
+        values = [brackets.score_of(record) for record in rows if record["rate"] == at]
         text = "not finite"
-        if math.isfinite(scores[at]):
+        if all(map(math.isfinite, values)):
             text = written(values, NETWORKS[name].unit, edge=rate is None and not searched.closed)
         cells.append((scores[at], Cell(statistics.mean(values), text, at, method, tuple(values))))
     return max(cells, default=(0.0, Cell(float("-inf"), "")))[1]
