@@ -567,23 +567,22 @@ def _summary(
     if total > within:
         found += f" ({_short(total - within)} more skipped)"
     examples = f"{layers.num_examples or num_examples or 'unknown'} examples"
-    where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
+    if layers.batch_argnums:
+        where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
+        examples += f" in {where}"
     part = f" from 1/{one_in} of them" if one_in > 1 else ""
     when = f"every {period} steps after the start" if period > 1 else "in every step"
     size = _bytes_per_device(opt_state)
     adam = 2 * _bytes_per_device(params) or 1
-    cached = jax.config.values["jax_compilation_cache_dir"]
+    kept = "; set jax_compilation_cache_dir to keep them"
+    if jax.config.values["jax_compilation_cache_dir"]:
+        kept = ", or loads them"
     lines = [
         f"{found}, {type(preconditioner).__name__}",
-        f"{examples}{f' in {where}' * bool(where)}; statistics{part} {when}",
+        f"{examples}; statistics{part} {when}",
         _cost(layers, preconditioner, period, one_in),
         f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
-        "the first step compiles two programs"
-        + (
-            ", or loads them"
-            if cached
-            else "; set jax_compilation_cache_dir to keep them"
-        ),
+        f"the first step compiles two programs{kept}",
     ]
     return "\n".join(lines)
 
