@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
@@ -35,7 +36,12 @@ def pages(tmp_path_factory):
         patched.setattr("builtins.print", record)
         names = run_blocks("getting_started.md", 5)
         first = dict(names)
-        run_blocks("own_loop.md", 6, names=names)
+        run_blocks("own_loop.md", 4, names=names)
+        # The first loop again, with the names that the page gives for equinox.
+        model, averages = first["eqx"].nn.make_with_state(first["EqxNetwork"])(jax.random.key(0))
+        arrays, _ = first["eqx"].partition(model, first["eqx"].is_inexact_array)
+        equinox = {"loss_fn": first["eqx_loss"], "variables": {"params": arrays, "batch_stats": averages}}
+        names["equinox"] = run_blocks("own_loop.md", 4, slice(1), names=names | equinox)
         jax.config.update("jax_compilation_cache_dir", before)
         compilation_cache.reset_cache()
     return first, names, "\n".join(printed).splitlines()
@@ -83,8 +89,9 @@ def test_find_layers_finds_a_layer_of_every_kind(pages):
 
 def test_own_loops_observe_and_learn_as_train_step_does(pages):
     _, names, _ = pages
-    states = names["opt_state"], nnx.as_pure(names["optimizer"].opt_state), names["eqx_state"]
-    for state, loss in zip(states, (names["loss"], names["nnx_last"], names["eqx_last"]), strict=True):
+    equinox = names["equinox"]
+    states = names["opt_state"], nnx.as_pure(names["optimizer"].opt_state), equinox["opt_state"]
+    for state, loss in zip(states, (names["loss"], names["nnx_last"], equinox["loss"]), strict=True):
         scalars = kfac.diagnostics(state)
         assert scalars["condition"] > 1 and scalars["skipped_steps"] == scalars["skipped_statistics"] == 0
         assert float(loss) < 0.6  # guessing gives log 10
@@ -93,35 +100,41 @@ def test_own_loops_observe_and_learn_as_train_step_does(pages):
     assert int(names["own_model"].dropout.rngs.count[...]) == len(list(names["batches"]()))
 
 
-def test_a_restored_checkpoint_is_the_saved_one(pages):
+def test_orbax_restores_a_state_with_the_target_of_the_page(pages, tmp_path):
     _, names, _ = pages
-    jax.tree.map(np.testing.assert_array_equal, names["restored"], names["saved"])
-    kfac.observe(names["restored"]["opt_state"])  # refreshes
-    with names["ocp"].StandardCheckpointer() as checkpointer:
-        untyped = checkpointer.restore(names["folder"])
+    state = names["opt_state"]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        target = jax.eval_shape(names["tx"].init, names["params"])
+        restored = checkpointer.restore(tmp_path / "checkpoint", target)
+        untyped = checkpointer.restore(tmp_path / "checkpoint")
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    kfac.observe(restored)  # refreshes
     message = "opt_state holds no state of kfac.kfac"
     with pytest.raises(ValueError, match=re.escape(message)):
-        kfac.observe(untyped["opt_state"])
+        kfac.observe(untyped)
     assert message in OWN_LOOP
 
 
 def test_partition_gives_each_optimizer_its_parameters(pages):
-    """Check AdamW's first step on the table, K-FAC's on the rest, and that a lone bias is refused with its rule."""
+    """Check AdamW's first step on the head, K-FAC's on the rest, and that a lone bias is refused with its rule."""
     _, names, _ = pages
-    tree, loss_fn, words = names["tree"], names["word_loss"], names["words"]
-    loose = {"hidden": {"kernel": "kfac", "bias": "adamw"}, "table": "adamw", "output": "kfac"}
-    tx = optax.partition({"kfac": kfac.kfac(0.1, names["kernel_layers"]), "adamw": optax.adamw(3e-2)}, loose)
-    with pytest.raises(ValueError, match=r"rules=\{'\^hidden/bias\$': 'skip'\}"):
-        tx.init(tree)
+    params, args, loss_fn = names["params"], (names["stats"], names["key"], names["batch"]), names["loss_fn"]
+    loose = {"Dense_0": {"kernel": "kfac", "bias": "adamw"}, "BatchNorm_0": "kfac", "Dense_1": "adamw"}
+    tx = optax.partition({"kfac": kfac.kfac(0.1, names["mixed_layers"]), "adamw": optax.adamw(3e-2)}, loose)
+    with pytest.raises(ValueError, match=r"rules=\{'\^Dense_0/bias\$': 'skip'\}"):
+        tx.init(params)
 
     def first_step(tx, layers):
-        state = kfac.observe(tx.init(tree), kfac.statistics(loss_fn, layers)(tree, words))
-        return tx.update(jax.grad(loss_fn)(tree, words), state, tree)[0]
+        state = kfac.observe(tx.init(params), kfac.statistics(loss_fn, layers, has_aux=True)(params, *args))
+        grads, _ = jax.grad(loss_fn, has_aux=True)(params, *args)
+        return tx.update(grads, state, params)[0]
 
-    updates = jax.jit(lambda: first_step(names["mixed"], names["kernel_layers"]))()
-    np.testing.assert_allclose(jnp.abs(updates["table"][:, :3]), 3e-2, rtol=0.01)  # the columns with a gradient
-    alone = jax.jit(lambda: first_step(kfac.kfac(0.1, names["kernel_layers"]), names["kernel_layers"]))()
-    for name in ("hidden", "output"):
+    updates = jax.jit(lambda: first_step(names["mixed"], names["mixed_layers"]))()
+    np.testing.assert_allclose(jnp.abs(updates["Dense_1"]["kernel"]), 3e-2, rtol=0.01)
+    alone = jax.jit(lambda: first_step(kfac.kfac(0.1, names["mixed_layers"]), names["mixed_layers"]))()
+    for name in ("Dense_0", "BatchNorm_0"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), updates[name], alone[name])
 
 
