@@ -1,6 +1,15 @@
-"""Draw docs/figures/kronecker.png, and print the table of docs/curvature.md: a layer's exact block and its product.
+"""Draw docs/figures/kronecker.png, a layer's exact block and its Kronecker product, and print relative errors.
 
-`python docs/figures/kronecker.py` trains a small network for 100 steps. The picture has the block after 30.
+`python docs/figures/kronecker.py` trains a small network for 100 steps. The picture has the block after 30. The errors
+are relative to a layer's exact block. "Nearest" is the best possible product (Van Loan and Pitsianis 1993):
+
+                    nearest    EKFAC    K-FAC one draw empirical
+    step   0  first      0.25     0.30     0.35     0.38     0.62
+    step   0  output     0.15     0.15     0.15     0.17     0.42
+    step   0  second     0.15     0.16     0.17     0.19     0.49
+    step 100  first      0.66     0.79     0.84     1.12     0.99
+    step 100  output     0.45     0.54     0.57     0.69     0.74
+    step 100  second     0.51     0.63     0.65     1.21     0.97
 """
 
 import pathlib

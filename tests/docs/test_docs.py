@@ -122,14 +122,15 @@ def test_block_operator_and_gauss_newton_on_the_curvature_page_agree_with_dense_
 def test_estimate_factors_on_the_curvature_page_serves_influence_pruning_and_continual_learning(curvature):
     names = curvature
     assert {layer.kind for layer in names["layers"]} == {"dense"}
-    assert {layer.kind for layer in names["pinn_layers"]} <= {"dense", "unitwise"}  # all have exact rows
+    assert {layer.kind for layers in names["step"].layers.values() for layer in layers} <= {"dense", "unitwise"}  # all have exact rows
     assert names["error"] < 1e-3
     # The mean influence on the query is the product of the whole gradient and the query's direction.
     whole = jax.grad(names["loss_fn"])(names["params"], names["data"])
     expected = optax.tree.vdot(whole, names["direction"])
     np.testing.assert_allclose(names["scores"].mean(), expected, rtol=1e-3)
     # At the first task's weights the penalty has no gradient yet.
-    second = names["images"][:, ::-1], names["labels"]
+    images, labels = names["data"]
+    second = images[:, ::-1], labels
     plain = jax.grad(names["loss_fn"])(names["params"], second)
     found = jax.grad(names["second_loss"])(names["params"], second)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
@@ -155,12 +156,12 @@ def test_the_places_for_changes_exist():
 
 
 @pytest.mark.slow
-def test_the_curvature_page_shows_the_errors_that_the_figure_prints(capsys, monkeypatch, tmp_path):
+def test_the_figure_prints_the_errors_in_its_docstring(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(DOCS / "figures"))
     import kronecker
 
     kronecker.main(tmp_path / "kronecker.png")
-    [shown] = re.findall(r"^```text\n(.*?)^```$", (DOCS / "curvature.md").read_text(), re.MULTILINE | re.DOTALL)
+    shown = "".join(re.findall(r"^    (?:step| ).*\n", kronecker.__doc__, re.MULTILINE))
     number = r"\d+\.\d\d"
     printed = capsys.readouterr().out
     assert re.sub(number, "", printed).split() == re.sub(number, "", shown).split()
