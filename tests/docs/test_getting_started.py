@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ def pages(tmp_path_factory):
                 printed.append(" ".join(map(str, words)))
 
         patched.setattr("builtins.print", record)
-        names = run_blocks("getting_started.md", 5)
+        names = run_blocks("getting_started.md", 4)
         first = dict(names)
         run_blocks("own_loop.md", 4, names=names)
         # The first loop again, with the names that the page gives for equinox.
@@ -78,13 +79,29 @@ def test_train_step_learns_in_three_frameworks(pages):
     assert any(np.any(now != before) for now, before in pairs)
 
 
-def test_find_layers_finds_a_layer_of_every_kind(pages):
-    first, *_ = pages
-    kinds = {layer.kind for layer in first["word_layers"]}
+class Words(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(50, 16, name="table")(words)
+        x = x + self.param("places", nn.initializers.normal(), (8, 16))
+        x = nn.LayerNorm(name="norm")(nn.Conv(16, (3,), name="conv")(x))
+        kernel = self.param("coder", nn.initializers.lecun_normal(), (16, 16))
+        x = nn.tanh(x @ (kernel - kernel.mean(axis=0)))
+        temperature = self.param("temperature", nn.initializers.ones, ())
+        x = nn.Dense(3, name="head")(x.mean(axis=1))
+        return x / jax.lax.stop_gradient(temperature)
+
+
+def test_find_layers_finds_the_kinds_that_the_page_explains():
+    words = jnp.zeros((32, 8), jnp.int32)
+    params = Words().init(jax.random.key(0), words)["params"]
+    layers = kfac.find_layers(lambda params, words: Words().apply({"params": params}, words).mean(), params, words)
+    found = {layer.name: layer.kind for layer in layers}
+    kernels = {"conv": "conv", "head": "dense", "table": "embedding", "coder": "gradient-factors"}
+    assert found == kernels | {"norm": "unitwise", "places": "diagonal", "temperature": "skipped"}
     table = PAGE[PAGE.index("| kind | its curvature |") :]
     rows = re.search(r"(?:^\|.*\n)+", table, re.MULTILINE)[0].splitlines()[2:]
-    explained = {kind for row in rows for kind in re.findall(r"`([\w-]+)`", row.split("|")[1])}
-    assert kinds == explained
+    assert set(found.values()) == {kind for row in rows for kind in re.findall(r"`([\w-]+)`", row.split("|")[1])}
 
 
 def test_own_loops_observe_and_learn_as_train_step_does(pages):
