@@ -42,7 +42,7 @@ def precision():
 
 @pytest.fixture(scope="module")
 def distributed():
-    return run_blocks("distributed.md", 6)
+    return run_blocks("distributed.md", 5)
 
 
 def test_no_other_page_has_code_that_is_notrun_blocks():
@@ -77,7 +77,7 @@ def test_gauss_newton_on_the_choosing_page_is_ahead_of_the_other_optimizers(caps
 
 @pytest.fixture(scope="module")
 def curvature():
-    return run_blocks("curvature.md", 8)
+    return run_blocks("curvature.md", 7)
 
 
 def _named(node):
@@ -135,7 +135,8 @@ def test_estimate_factors_on_the_curvature_page_serves_influence_pruning_and_con
     plain = jax.grad(names["loss_fn"])(names["params"], second)
     found = jax.grad(names["second_loss"])(names["params"], second)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
-    assert all(np.isfinite(leaf).all() and (leaf >= 0).all() for leaf in jax.tree.leaves(names["surgeon"]))
+    variances = (names["fisher"] + 1e-4).inv().diagonal()  # as for pruning
+    assert all((leaf > 0).all() for leaf in jax.tree.leaves(variances))
 
 
 def test_the_places_for_changes_exist():
@@ -367,10 +368,3 @@ def test_a_loss_that_averages_over_devices_trains_like_one_device(distributed):
     whole = functools.partial(step, loss_fn=global_loss, axis_name=None, average=lambda tree: tree)
     expected = jax.jit(whole)(params, names["batch"])
     _assert_close(jax.device_get(found), expected)
-
-
-@pytest.mark.slow
-def test_the_plan_of_the_guide_prints(distributed):
-    table = str(distributed["estimate"])
-    assert "preconditioning" in table
-    assert len(table.splitlines()) == 2 + 4 + 2
