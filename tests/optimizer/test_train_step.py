@@ -481,3 +481,36 @@ def test_train_step_takes_layers():
     step(params, state, x)
     assert kfac.curvature.factors_from_state(state, layers)["w"].A.shape == (3, 4, 4)
     assert not step.layers
+
+
+@pytest.mark.slow
+def test_train_step_with_gauss_newton_is_ahead_of_the_other_optimizers_after_ten_steps():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "hidden": 0.3 * jax.random.normal(keys[0], (5, 8)),
+        "bias": jnp.zeros(8),
+        "output": 0.3 * jax.random.normal(keys[1], (8, 3)),
+    }
+    x = jax.random.normal(keys[2], (32, 5))
+    batch = x, jnp.argmax(x[:, :3], axis=-1)
+
+    def marked_loss(params, batch):
+        logits = jnp.tanh(batch[0] @ params["hidden"] + params["bias"]) @ params["output"]
+        logits = kfac.mark_output(logits, "categorical")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    rate, fall = kfac.schedules.warmup_linear_decay(0.1, 10), optax.linear_schedule(1.0, 0.0, 10)
+    minibatches = {"factor_ema_decay": 0.9, "damping": 0.1, "min_damping": 1e-3}
+    losses = []
+    for step in (
+        kfac.train_step(marked_loss, rate),
+        kfac.train_step(marked_loss, 0.02, optimizer=kfac.natural_gradient, damping=1e-3),
+        kfac.train_step(marked_loss, fall, optimizer=kfac.gauss_newton, fisher="sampled", **minibatches),
+    ):
+        new, opt_state = params, step.init(params, batch)
+        for k in range(10):
+            key = jax.random.key(k) if step.fisher == "sampled" else None
+            new, opt_state, loss = step(new, opt_state, batch, fisher_key=key)
+        losses.append(float(loss))
+    default, natural, newton = losses
+    assert newton < min(default, natural)
