@@ -23,6 +23,22 @@ PAGE = (DOCS / "getting_started.md").read_text()
 OWN_LOOP = (DOCS / "own_loop.md").read_text()
 
 
+def train_nnx(names):
+    """Train nnx's model with the page's optimizer and `nnx_observe`, and an ordinary step."""
+    model, optimizer = names["own_model"], names["optimizer"]
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda model: names["cross_entropy"](model(batch[0]), batch[1]))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    for batch in names["batches"]():
+        if kfac.statistics_due(optimizer.opt_state):
+            names["nnx_observe"](model, optimizer, batch)
+        names["nnx_last"] = step(model, optimizer, batch)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """Return the pages' names and their output. The home folder is temporary, because a page sets a program cache."""
@@ -38,6 +54,7 @@ def pages(tmp_path_factory):
         names = run_blocks("getting_started.md", 4)
         first = dict(names)
         run_blocks("own_loop.md", 4, names=names)
+        train_nnx(names)
         # The first loop again, with the names that the page gives for equinox.
         model, averages = first["eqx"].nn.make_with_state(first["EqxNetwork"])(jax.random.key(0))
         arrays, _ = first["eqx"].partition(model, first["eqx"].is_inexact_array)
