@@ -330,7 +330,6 @@ TABLES: dict[str, list[Callable[[], list[str]]]] = {
         lambda: score_table(
             "| N/100, 400 steps | K-FAC at 0.05 | K-FAC at 0.1 | Muon |", SMALL, 100, ["kfac 0.05", "kfac 0.1", "muon"]
         ),
-        lambda: score_table("| N/10, 60 steps | K-FAC at 0.1 | Muon |", LARGE, 10, ["kfac 0.1", "muon"]),
     ],
     "examples/large_batch/results/NETWORKS.md": [
         networks_table,

@@ -43,7 +43,7 @@ def gradients_at(loss, params, batch, like):
 
 
 def combined(a, g, turned_a, turned_g):
-    """Combine both uses by the formula in docs/mathematics.md, for a diagonal or a full `A`."""
+    """Combine both uses by the formula of `Tied.combined`, for a diagonal or a full `A`."""
 
     def trace(x):
         return x.sum() if x.ndim == 1 else np.trace(x)
