@@ -56,7 +56,7 @@ def pages(tmp_path_factory):
         run_blocks("own_loop.md", 4, names=names)
         train_nnx(names)
         # The first loop again, with the names that the page gives for equinox.
-        model, averages = first["eqx"].nn.make_with_state(first["EqxNetwork"])(jax.random.key(0))
+        model, averages = first["eqx"].nn.make_with_state(first["eqx"].nn.Sequential)(first["eqx_layers"])
         arrays, _ = first["eqx"].partition(model, first["eqx"].is_inexact_array)
         equinox = {"loss_fn": first["eqx_loss"], "variables": {"params": arrays, "batch_stats": averages}}
         names["equinox"] = run_blocks("own_loop.md", 4, slice(1), names=names | equinox)
@@ -89,9 +89,9 @@ def test_train_step_learns_in_three_frameworks(pages):
     assert float(first["nnx_last"]) < 0.6 and kfac.diagnostics(first["nnx_state"])["skipped_steps"] == 0
     assert float(first["eqx_last"]) < 0.6 and kfac.diagnostics(first["eqx_state"])["skipped_steps"] == 0
     model = first["nnx_model"]
-    np.testing.assert_array_equal(model.hidden.kernel[...], first["nnx_params"].hidden.kernel[...])
-    assert np.abs(model.norm.mean[...]).max() > 1e-3  # no longer the initial average
-    _, averages = first["eqx"].nn.make_with_state(first["EqxNetwork"])(jax.random.key(0))
+    np.testing.assert_array_equal(model.layers[0].kernel[...], first["nnx_params"].layers[0].kernel[...])
+    assert np.abs(model.layers[1].mean[...]).max() > 1e-3  # no longer the initial average
+    _, averages = first["eqx"].nn.make_with_state(first["eqx"].nn.Sequential)(first["eqx_layers"])
     pairs = zip(jax.tree.leaves(first["averages"]), jax.tree.leaves(averages), strict=True)
     assert any(np.any(now != before) for now, before in pairs)
 
@@ -131,7 +131,7 @@ def test_own_loops_observe_and_learn_as_train_step_does(pages):
         assert float(loss) < 0.6  # guessing gives log 10
     assert np.abs(names["stats"]["BatchNorm_0"]["mean"]).max() > 1e-3  # no longer the initial average
     # Statistics do not draw the model's random numbers.
-    assert int(names["own_model"].dropout.rngs.count[...]) == len(list(names["batches"]()))
+    assert int(names["own_model"].layers[3].rngs.count[...]) == len(list(names["batches"]()))
 
 
 def test_orbax_restores_a_state_with_the_target_of_the_page(pages, tmp_path):
