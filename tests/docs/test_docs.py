@@ -118,7 +118,7 @@ def test_block_operator_and_gauss_newton_on_the_curvature_page_agree_with_dense_
 
 
 @pytest.mark.slow
-def test_estimate_factors_on_the_curvature_page_serves_influence_pruning_and_continual_learning(curvature):
+def test_estimate_factors_on_the_curvature_page_serves_influence_and_continual_learning(curvature):
     names = curvature
     assert {layer.kind for layer in names["layers"]} == {"dense"}
     [pinn_layers] = names["step"].layers.values()
@@ -134,8 +134,6 @@ def test_estimate_factors_on_the_curvature_page_serves_influence_pruning_and_con
     plain = jax.grad(names["loss_fn"])(names["params"], second)
     found = jax.grad(names["second_loss"])(names["params"], second)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, plain)
-    variances = (names["fisher"] + 1e-4).inv().diagonal()  # as for pruning
-    assert all((leaf > 0).all() for leaf in jax.tree.leaves(variances))
 
 
 def test_the_places_for_changes_exist():
