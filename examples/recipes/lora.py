@@ -10,7 +10,6 @@ narrow matrices to the kernels of queries, keys and values. Here, it learns to n
 import ast
 import sys
 from pathlib import Path
-from sysconfig import get_path
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +78,7 @@ def docstrings(tokenize, files, count):
     """Return tokens and labels, with `count` docstrings of each package, from some of its files."""
     texts, labels = list[str](), list[int]()
     for label, package in enumerate(PACKAGES):
-        paths = sorted(map(str, Path(get_path("purelib"), package).rglob("*.py")))
+        paths = sorted(map(str, Path(np.__file__).parents[1].glob(f"{package}/**/*.py")))  # beside NumPy's folder
         chosen = np.random.default_rng(0).permutation(paths)[files]
         nodes = [node for path in chosen for node in ast.walk(ast.parse(Path(path).read_bytes()))]
         found = [ast.get_docstring(x) or "" for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)]
