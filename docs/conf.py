@@ -56,4 +56,5 @@ html_theme_options = {
 }
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and output stay behind
 html_static_path = ["_static"]
+html_logo = html_favicon = "_static/logo.svg"  # a matrix near its block diagonal
 html_css_files = ["pages.css"]
