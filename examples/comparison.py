@@ -88,7 +88,6 @@ class Task:
         self.evaluate = jax.jit(evaluate)
         self.layers = kfac.find_layers(loss, init(jax.random.key(0)), batch(0, 0))
         self.compiled: dict[str, Callable[..., Any]] = {}
-        self.compiler_options: dict[str, Any] = {}  # for XLA
 
     def step(self, name: str, params: Any, state: Any, batch: Any, count: Any, steps: Any, numbers: Any) -> Any:
         rate = numbers["learning_rate"] * shape(count, steps, numbers["warmup"])
@@ -110,9 +109,7 @@ class Task:
         rest = jnp.float32(steps), {key: jnp.float32(value) for key, value in settings.items()}
         if name not in self.compiled:
             step = jax.jit(self.step, static_argnums=0, donate_argnums=(1, 2))
-            self.compiled[name] = step.lower(name, params, state, self.batch(seed, 0), 0, *rest).compile(
-                self.compiler_options
-            )
+            self.compiled[name] = step.lower(name, params, state, self.batch(seed, 0), 0, *rest).compile()
         curve: Curve = []
         losses: list[float] = []
         seconds = 0.0

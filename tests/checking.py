@@ -16,8 +16,6 @@ from kfac.types import Basis
 from oracle import Truth, example_gradients, relative_error, second_moment
 
 FLOAT64 = 1e-6
-# Compiling optimised code takes longer than running these programs.
-FAST = {"xla_backend_optimization_level": 0}
 ROUNDING = 1e-12
 
 
@@ -43,8 +41,14 @@ def run(
 ):
     """Return a loss's layers, gradients and factors. Check its value and gradients against `jax.value_and_grad`."""
     layers = kfac.find_layers(loss, params, *batch, rules=rules, max_factor_dim=max_factor_dim)
-    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)
-    expected_value, expected_grads = jax.jit(jax.value_and_grad(loss), compiler_options=FAST)(params, *batch)
+    with_factors = kfac.value_and_grad(loss, layers, **options)
+
+    # A single program, because a second one takes longer to compile than both take to run.
+    @jax.jit
+    def both(*arguments):
+        return with_factors(*arguments), jax.value_and_grad(loss)(*arguments)
+
+    (value, grads, factors), (expected_value, expected_grads) = both(params, *batch)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     assert relative_error(value, np.asarray(expected_value, np.float64)) <= rounding
     # The gradient of a key's bias in attention is zero, so only rounding errors remain. Compare such a leaf with the
@@ -144,12 +148,17 @@ def matrices_of(layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]) -> d
 
 
 # Compile all conversions as one program. Otherwise JAX would compile each operation separately.
-as_matrices = jax.jit(matrices_of, static_argnums=0, compiler_options=FAST)
+as_matrices = jax.jit(matrices_of, static_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
-def from_matrices(layers: Sequence[kfac.types.Layer], matrices: dict[str, jax.Array]) -> dict[str, list[jax.Array]]:
-    return {layer.name: layer.from_matrix(matrices[layer.name]) for layer in layers}
+@functools.partial(jax.jit, static_argnums=0)
+def there_and_back(
+    layers: Sequence[kfac.types.Layer], leaves: dict[str, Any]
+) -> tuple[dict[str, jax.Array], dict[str, list[jax.Array]]]:
+    matrices = matrices_of(layers, leaves)
+    # The barrier keeps XLA from cancelling the two conversions.
+    stored = jax.lax.optimization_barrier(matrices)
+    return matrices, {layer.name: layer.from_matrix(stored[layer.name]) for layer in layers}
 
 
 def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: float) -> None:
@@ -159,8 +168,7 @@ def check_matrices(layers: kfac.Layers, grads: Any, truth: Truth, tolerance: flo
     """
     by_path = dict(zip(layers.paths, jax.tree.leaves(grads), strict=True))
     own = tuple(kronecker(layers))
-    matrices = as_matrices(own, by_path)
-    restored = from_matrices(own, matrices)
+    matrices, restored = there_and_back(own, by_path)
     for layer in own:
         for matrix, name in zip(matrices[layer.name], copies(layer), strict=True):
             assert relative_error(matrix, truth.gradient(name)) <= tolerance
@@ -244,7 +252,7 @@ def check_moments(loss, params, batch, *, tolerance=1e-10, gradients=None, find=
     layers = kfac.find_layers(loss, params, *batch, **(find or {}))
     basis = rotations(layers)
     assert basis
-    measure = jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)
+    measure = jax.jit(kfac.value_and_grad(loss, layers, **options))
     _, _, factors = measure(params, *batch, basis=basis)
     if gradients is None:
         gradients = example_gradients(loss, params, batch)

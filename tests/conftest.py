@@ -37,6 +37,10 @@ _XLA_FLAGS = {
     # cores, a convolution and a LAPACK call can then wait for each other's threads for ever.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
+if QUICKLY:
+    # JAX_DISABLE_MOST_OPTIMIZATIONS does not reach LLVM for programs that are jitted without compiler options, which
+    # then take up to three times as long to compile.
+    _XLA_FLAGS |= {"--xla_backend_optimization_level": "0", "--xla_llvm_disable_expensive_passes": "true"}
 if QUICKLY and importlib.metadata.version("jaxlib").startswith("0.10."):
     # XLA's newer code generator for fused operations takes two to four times as long as the older generator. Only
     # jaxlib 0.10 has both, and there the older generator halves the tests' processor time. Newer versions abort at this

@@ -67,10 +67,6 @@ def measured(seed):
     return grads, factors
 
 
-# These tests spend most of their time compiling, so optimised code does not pay.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 def observing(tx):
     """Return `tx.update` with a further argument `factors`. If given, the factors are observed before the step."""
 
@@ -82,7 +78,7 @@ def observing(tx):
 
 
 def stepper(tx, **jit_options):
-    @functools.partial(jax.jit, compiler_options=QUICKLY, **jit_options)
+    @functools.partial(jax.jit, **jit_options)
     def step(grads, state, params, factors=None):
         updates, state = observing(tx)(grads, state, params, factors)
         return optax.apply_updates(params, updates), state, updates

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import kfac
-from checking import FAST, as_matrices, blocks_on_the_diagonal, normal, pieces, run
+from checking import as_matrices, blocks_on_the_diagonal, normal, pieces, run
 from problem import tied_batch, tied_loss, tied_parameters
 
 N, T, V = 8, 3, 7
@@ -334,11 +334,11 @@ def test_several_devices_are_one(x64, preconditioner, rows, monkeypatch):
         return tx.update(average(grads), kfac.observe(tx.init(params), factors), params)[0]
 
     alone = functools.partial(step, kfac.scale_by_kfac(layers, preconditioner=preconditioner), lambda g: g)
-    expected = jax.jit(alone, compiler_options=FAST)(params, batch)
+    expected = jax.jit(alone)(params, batch)
     tx = kfac.scale_by_kfac(layers, preconditioner=preconditioner, distribution=kfac.Distribution("d"))
     mapped = functools.partial(step, tx, lambda g: lax.pmean(g, "d"))
     over = jax.shard_map(mapped, mesh=mesh, in_specs=(same, split), out_specs=same)
-    found = jax.jit(over, compiler_options=FAST)(params, batch)
+    found = jax.jit(over)(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), found, expected)
 
 

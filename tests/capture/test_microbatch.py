@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 from oracle import relative_error
 
 N, T, C = 12, 3, 4
@@ -37,7 +37,7 @@ def function(params, batch, batch_norm=False, **options):
 
 
 def compiled(fn):
-    return jax.jit(fn, compiler_options=FAST)
+    return jax.jit(fn)
 
 
 def assert_equal(found, expected, tolerance=1e-10):

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import FAST, check_vectors, normal
+from checking import check_vectors, normal
 from kfac.types import Kronecker
 from likelihoods import LIKELIHOODS, nll, targets, value_gradients
 from oracle import Hook, relative_error, truth
@@ -100,7 +100,7 @@ def function(*args, **options):
 
 
 def compiled(fn):
-    return jax.jit(fn, compiler_options=FAST)
+    return jax.jit(fn)
 
 
 def many(fn, params, *args, draws, key=0):

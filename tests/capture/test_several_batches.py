@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kfac
-from checking import FAST
 from exact import dense
 
 LARGE, SMALL, WEIGHT = 96, 32, 2.0
@@ -69,7 +68,7 @@ def test_empirical_statistics(scanned):
     params, batch = problem()
     loss = functools.partial(loss_fn, scanned=scanned)
     layers = kfac.find_layers(loss, params, batch)
-    measure = jax.jit(kfac.value_and_grad(loss, layers, num_examples=LARGE), compiler_options=FAST)
+    measure = jax.jit(kfac.value_and_grad(loss, layers, num_examples=LARGE))
     value, grads, factors = measure(params, batch)
     expected = jax.jit(jax.value_and_grad(functools.partial(loss_fn, marked=False)))(params, batch)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-10), (value, grads), expected)
@@ -88,7 +87,7 @@ def test_the_small_head_has_the_size_that_it_has():
 
     layers = kfac.find_layers(loss_fn, params, batch)
     measure = kfac.value_and_grad(loss_fn, layers, num_examples=LARGE, fisher="expected")
-    _, _, factors = jax.jit(measure, compiler_options=FAST)(params, batch, fisher_key=jax.random.key(0))
+    _, _, factors = jax.jit(measure)(params, batch, fisher_key=jax.random.key(0))
     block = factors["small"]
     size = float(jnp.trace(block.A) * jnp.trace(block.G))
     a = jnp.tanh(batch["small"][0] @ params["trunk"])
@@ -192,7 +191,7 @@ def test_a_differential_equation_and_its_boundary(laplacian):
     kinds = {leaf: layer.kind for layer in layers for leaf in layer.params}
     assert kinds == {"a/w": "dense", "out": "dense", "a/b": "gradient-factors" if laplacian == "hessian" else "dense"}
     measure = kfac.value_and_grad(loss, layers, fisher="expected", num_examples=12)
-    factors = jax.jit(measure, compiler_options=FAST)(params, points, fisher_key=jax.random.key(0))[2]
+    factors = jax.jit(measure)(params, points, fisher_key=jax.random.key(0))[2]
     if laplacian != "hessian":  # the last kernel reads activations on the boundary and second tangents inside
         w, edge, h = params["a"]["w"], jnp.tanh(edge @ params["a"]["w"]), jnp.tanh(inner @ params["a"]["w"])
         pairs = [(j, k) for j in (0, 1) for k in (0, 1) if j == k or laplacian == "jacfwd"]  # jacfwd makes all pairs

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 from exact import dense, empirical_blocks, error, nearest_kronecker
 from oracle import relative_error
 from problem import observing, plain_kfac
@@ -65,7 +65,7 @@ def expected_of_table(params, batch):
 
 def statistics(loss, params, *batch, **options):
     layers = kfac.find_layers(loss, params, *batch)
-    return layers, jax.jit(kfac.value_and_grad(loss, layers, **options), compiler_options=FAST)(params, *batch)[2]
+    return layers, jax.jit(kfac.value_and_grad(loss, layers, **options))(params, *batch)[2]
 
 
 @pytest.mark.slow

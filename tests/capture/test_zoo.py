@@ -14,7 +14,7 @@ import kfac
 from oracle import Geometry, Hook, relative_error
 from oracle import truth as by_hooks
 from zoo import BROKEN, ZOO
-from zoo.bruteforce import FAST, truth
+from zoo.bruteforce import truth
 from zoo.specimens import N, check, check_strict, compare, dressed, table
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -115,7 +115,7 @@ def test_three_devices_are_one(name):
     mesh = Mesh(np.array(jax.devices()[:3]), ("devices",))
     over, whole = PartitionSpec("devices"), PartitionSpec()
     fn = jax.shard_map(local, mesh=mesh, in_specs=(whole, over), out_specs=whole)
-    found = jax.jit(fn, compiler_options=FAST)(params, batch)
+    found = jax.jit(fn)(params, batch)
     compare(layers, *jax.tree.map(np.asarray, found), truth(loss, params, batch, N), case)
 
 
@@ -134,7 +134,7 @@ def test_a_batch_over_a_mesh_of_three_devices(case):
     def place(x):  # arrays that all examples share are replicated
         return jax.device_put(x, spread if np.ndim(x) > 0 and len(x) == N else everywhere)
 
-    measure = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)
+    measure = jax.jit(kfac.value_and_grad(loss, layers))
     value, grads, factors = measure(jax.device_put(params, everywhere), jax.tree.map(place, batch))
     print(case.name, {name: type(block).__name__ for name, block in factors.items()})
     found = jax.tree.map(np.asarray, (value, grads, factors.whole()))
@@ -174,7 +174,7 @@ def test_small_faults_are_seen():
     loss, params, batch = case.build()
     expected = truth(loss, params, batch, N)
     layers = kfac.find_layers(loss, params, batch)
-    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers), compiler_options=FAST)(params, batch)
+    value, grads, factors = jax.jit(kfac.value_and_grad(loss, layers))(params, batch)
     compare(layers, value, grads, factors, expected, case)
     leaves, structure = jax.tree.flatten(factors)
     for k in range(len(leaves)):

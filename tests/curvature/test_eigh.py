@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kfac
-from checking import FAST
 from kfac._curvature.eigh import decompose
 from kfac._curvature.refresh import refresh
 from kfac.types import Kronecker
@@ -90,7 +89,7 @@ def test_preconditioning_is_a_solve_with_the_damped_kronecker_product(x64):
         distribution=kfac.Distribution(),
     )
     state = jax.jit(tx.init)(params)
-    step = jax.jit(observing(tx), compiler_options=FAST)
+    step = jax.jit(observing(tx))
     for damping, given in ((0.25, factors), (2.0, None)):
         updates, state = step(gradients, state, factors=given)
         expected = dense_solves(layers, factors, gradients, damping)
@@ -116,9 +115,7 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     params, layers, factors, gradients = setting(jnp.float32)
     tx = kfac.scale_by_kfac(layers, preconditioner=kfac.Eigh(precision), damping=0.3)
     state = tx.init(params)
-    updates, state = jax.jit(lambda g, s: tx.update(g, kfac.observe(s, factors)), compiler_options=FAST)(
-        gradients, state
-    )
+    updates, state = jax.jit(lambda g, s: tx.update(g, kfac.observe(s, factors)))(gradients, state)
     vectors = state.owned["kronecker_4x3"].blocks.preconditioner.A
     assert vectors.vectors.dtype == jnp.dtype(precision)
     assert vectors.values.dtype == jnp.float32
@@ -168,7 +165,7 @@ def test_a_damping_that_went_astray_is_a_skipped_step():
         state = kfac.observe(state, factors)
         return tx.update(gradients, state, params)
 
-    step = jax.jit(step, compiler_options=FAST)
+    step = jax.jit(step)
     _, good = step(plain_kfac(0.1, layers, preconditioner=kfac.Eigh()).init(params), 1e-2)
     for damping in (0.0, -1.0, np.nan):
         updates, state = step(good, damping)

@@ -19,7 +19,7 @@ import problem
 from checking import normal
 from kfac._curvature.ekfac import between_bases
 from kfac.types import Basis
-from problem import QUICKLY, assert_close, assert_equal, matrices, observing, state_of
+from problem import assert_close, assert_equal, matrices, observing, state_of
 
 LAYERS = problem.layers()
 LAMBDA = 1e-2
@@ -31,7 +31,7 @@ def measure():
 
 
 def stepper(tx):
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(state, batch):
         basis = kfac.curvature.eigenbasis(state, LAYERS)
         _, grads, factors = measure()(problem.initial(), batch, basis=basis)
@@ -250,7 +250,7 @@ def test_an_axis_of_one_device():
     scattered = kfac.state.scatter_state(state, 1)
     assert jax.tree.structure(scattered) == jax.tree.structure(state)
     for tx in (meshed, alone):
-        update = jax.jit(observing(tx), compiler_options=QUICKLY)
+        update = jax.jit(observing(tx))
         assert_close(update(grads, scattered, factors=factors)[0], expected)
 
 

@@ -4,7 +4,6 @@ One test uses an internal of `_layers`: its table of block kinds.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from problem import QUICKLY, assert_close, batch, initial, layers, loss_fn, measured, plain_kfac, state_of
+from problem import assert_close, batch, initial, layers, loss_fn, measured, plain_kfac, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ def steps(tx, mesh=None, count=3):
     params = initial()
     state = jax.jit(tx.init)(params)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers())(params, batch)
         state = kfac.observe(state, factors)
@@ -57,9 +56,7 @@ def steps(tx, mesh=None, count=3):
 def test_it_does_what_it_says():
     grads, factors = measured(0)
     tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(), damping=0.25)
-    updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
-        grads, factors
-    )
+    updates, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)))(grads, factors)
     for layer in layers():
         if layer.kind == "dense":
             block = jax.tree.map(lambda x: np.diagonal(np.asarray(x)), factors[layer.name])
@@ -87,9 +84,7 @@ def test_one_that_fails_keeps_the_last():
     grads, factors = measured(0)
     negative = {n: b if layers()[n].kind != "dense" else dataclasses.replace(b, A=-b.A) for n, b in factors.items()}
     tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(power=0.5), damping=1e-6)
-    _, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)), compiler_options=QUICKLY)(
-        grads, kfac.Factors(negative)
-    )
+    _, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)))(grads, kfac.Factors(negative))
     assert kfac.diagnostics(state)["failed_inversions"] == 2
     np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.preconditioner, 1)
 

@@ -15,7 +15,7 @@ import kfac
 from checking import normal
 from kfac._curvature import blocks
 from kfac._curvature.blocks import group_layers
-from problem import QUICKLY, assert_close, state_of
+from problem import assert_close, state_of
 
 SIZES = (5, 7, 4)
 STEPS = 3
@@ -52,7 +52,7 @@ def trained(optimizer):
     params = parameters()
     state = jax.jit(optimizer.init)(params)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(params, state, *batch):
         basis = None
         if state_of(state).settings.preconditioner.uses_example_moments:

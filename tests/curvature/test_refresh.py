@@ -16,7 +16,6 @@ import kfac
 from kfac._curvature import refresh as refresh_module
 from kfac.types import Kronecker
 from problem import (
-    QUICKLY,
     ages_of,
     assert_close,
     field_of,
@@ -48,7 +47,7 @@ def trained(inside, preconditioner, distribution, mesh):
         observe = jax.shard_map(kfac.observe, mesh=mesh, in_specs=(own, same), out_specs=own)
         init = jax.shard_map(init, mesh=mesh, in_specs=same, out_specs=own)
         update = jax.shard_map(update, mesh=mesh, in_specs=(same, own, same), out_specs=(same, own))
-    refresh, observe, update = (jax.jit(f, compiler_options=QUICKLY) for f in (refresh, observe, update))
+    refresh, observe, update = (jax.jit(f) for f in (refresh, observe, update))
     params, state = initial(), jax.jit(init)(initial())
     for t in range(STEPS):
         grads, factors = measured(t)

@@ -18,7 +18,7 @@ from kfac._curvature.orthonormal import orthonormal_by_products
 from kfac._curvature.refresh import refresh
 from kfac._curvature.soap import orthogonal_iteration
 from kfac.types import Kronecker
-from problem import QUICKLY, assert_close, assert_equal, history, matrices, measured, motions, observing, state_of
+from problem import assert_close, assert_equal, history, matrices, measured, motions, observing, state_of
 
 LAYERS = problem.layers()
 DECAY = 0.8
@@ -49,7 +49,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
         LAYERS, preconditioner=kfac.SOAP(decay=DECAY, scale_damping=relative), damping=damping, factor_ema_decay=0.5,
         inverse_update_period=inverse_update_period, interval_warmup_steps=0, distribution=kfac.Distribution(),
     )  # fmt: skip
-    state, update = tx.init(problem.initial()), jax.jit(observing(tx), compiler_options=QUICKLY)
+    state, update = tx.init(problem.initial()), jax.jit(observing(tx))
     average, weight, moved = {}, 0.0, 0
     for t in range(6):
         old = basis(state)
@@ -155,7 +155,7 @@ def test_the_same_rows_in_another_order():
         updates, state = tx.update(grads, kfac.observe(carry[1], factors), carry[0])
         return (jax.tree.map(jnp.add, carry[0], updates), state), None
 
-    run = jax.jit(lambda *rows: jax.lax.scan(step, (params, tx.init(params)), rows)[0][0], compiler_options=QUICKLY)
+    run = jax.jit(lambda *rows: jax.lax.scan(step, (params, tx.init(params)), rows)[0][0])
     found, other = run(x, y), run(x[:, ::-1], y[:, ::-1])
     assert_close(found, other, rtol=1e-3)
 
@@ -366,7 +366,7 @@ def test_owners_under_shard_map():
         lambda grads, state, params, factors: tx.update(grads, kfac.observe(state, factors), params),
         mesh=mesh, in_specs=(same, specs, same, same), out_specs=(same, specs),
     )  # fmt: skip
-    update = jax.jit(over_devices, compiler_options=QUICKLY)
+    update = jax.jit(over_devices)
     for t, (at, _, expected) in enumerate(history(made(None), 4)):
         updates, state = update(measured(t)[0], state, params, measured(t)[1])
         assert_close(updates, expected, rtol=5e-4)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
+from checking import slow
 from kfac._statistics import convolution, moments
 
 DEVICES = 4
@@ -44,7 +45,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("moments_too", [False, True], ids=["factors", "moments"])
+# With moments, the program has the factors, too.
+@pytest.mark.parametrize("moments_too", [slow(False, id="factors"), pytest.param(True, id="moments")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", CASES)
 def test_no_activation_leaves_its_device(name, kind, moments_too, monkeypatch):

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
-from checking import FAST
 from problem import observing, plain_kfac, tied_batch, tied_loss, tied_parameters
 
 AXES, OWNERS = ("node", "gpu"), "gpu"
@@ -52,7 +51,7 @@ def wire_of(options):
 
 
 def trained(step, params, state, shardings=None):
-    step = jax.jit(step, static_argnums=3, compiler_options=FAST)
+    step = jax.jit(step, static_argnums=3)
     for k in range(STEPS):
         data = tied_batch(k) if shardings is None else jax.device_put(tied_batch(k), shardings)
         params, state = jax.block_until_ready(step(params, state, data, k not in (3, 5)))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 from problem import motions, plain_kfac
 
 # Two and three divide all sizes. Every layer's gradients have full rank, because equal eigenvalues leave their
@@ -124,9 +124,9 @@ def trained(loss, layers, preconditioner, blind=False, place=lambda params, batc
     data = batches()
     params, _ = place(params, data[0])
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    state = jax.jit(tx.init, compiler_options=FAST)(params) if blind else tx.init(params)
+    state = jax.jit(tx.init)(params) if blind else tx.init(params)
 
-    @functools.partial(jax.jit, static_argnums=3, compiler_options=FAST)
+    @functools.partial(jax.jit, static_argnums=3)
     def step(params, state, batch, statistics):
         basis = (
             {"basis": kfac.curvature.eigenbasis(state, layers)}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kfac
 import messages
-from checking import FAST, normal, slow
+from checking import normal, slow
 from problem import observing, tied_loss, tied_parameters
 
 D, N = 8, 12
@@ -48,7 +48,7 @@ def lying(mesh, spec, params):
 def updates_of(tx, grads, factors, steps=3):
     """Return the updates of a few steps with the same gradients, and the state. The last step has no statistics."""
     state, found = tx.init(grads), []
-    update = jax.jit(observing(tx), compiler_options=FAST)
+    update = jax.jit(observing(tx))
     for step in range(steps):
         new, state = update(grads, state, grads, factors=factors if step < steps - 1 else None)
         found.append(new)

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checking import FAST
-
 pytestmark = pytest.mark.examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -50,7 +48,6 @@ def test_the_network_and_its_losses_are_those_of_the_papers(autoencoder):
 
 def test_every_optimizer_learns_and_again_the_same(autoencoder):
     task = autoencoder.make((64, 4))
-    task.compiler_options = FAST
     assert {layer.kind for layer in task.layers} == {"dense"}
     for name, grid in autoencoder.GRIDS.items():
         settings = {key: values[len(values) // 2] for key, values in grid.items()} | {"learning_rate": 0.01}

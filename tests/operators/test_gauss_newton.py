@@ -13,7 +13,7 @@ from jax.scipy.sparse.linalg import cg
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 
 pytestmark = pytest.mark.usefixtures("x64")
 N, SHIFT = 24, 0.3
@@ -54,7 +54,7 @@ def dense():
         return (jnp.einsum("rcp,rcd,rdq->pq", j, h, j) + 1.5 * jnp.einsum("rcp,rcq->pq", k, k)) / N
 
     with jax.enable_x64(True):
-        return np.asarray(jax.jit(written_out, compiler_options=FAST)(flat, x, edge))
+        return np.asarray(jax.jit(written_out)(flat, x, edge))
 
 
 def whole(**options):
@@ -66,7 +66,7 @@ def blocks():
     layers = kfac.find_layers(losses, parameters(), data())
     measure = kfac.value_and_grad(losses, layers, fisher="expected", num_examples=N)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def measured(params, data):
         return kfac.curvature.block_operator(layers, measure(params, data, fisher_key=jax.random.key(0))[2])
 
@@ -89,7 +89,7 @@ def test_products(batches):
     matrix = whole(batches=batches)
     flat = ravel_pytree(tree())[0]
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def products(m, tree, flat):
         return of(m, tree), m @ flat, m.to_dense()
 
@@ -121,7 +121,7 @@ def test_solutions_by_conjugate_gradients(preconditioned):
     flat = ravel_pytree(tree())[0]
     near = (2 * blocks() + SHIFT).inv() if preconditioned else None
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def solve(matrix, near, flat):
         precondition = None if near is None else lambda v: near @ v
         return cg(lambda v: 2 * (matrix @ v) + SHIFT * v, flat, tol=1e-12, M=precondition)[0]

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 from problem import plain_kfac
 
 N, D, HIDDEN, OUT = 8, 5, 4, 3
@@ -55,7 +55,7 @@ def sgd(damping):
 
 
 def step_of(tx, loss, **options):
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def step(params, state, batch):
         grads = jax.grad(loss)(params, batch)
         changes, state = tx.update(grads, state, params, value_fn=lambda p: loss(p, batch), **options)
@@ -158,7 +158,7 @@ def test_ratio_of_least_squares_is_one(loss, devices):
         if devices > 1:
             mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
             run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
-        ratios, damping = jax.jit(run, compiler_options=FAST)(w, batch)
+        ratios, damping = jax.jit(run)(w, batch)
     np.testing.assert_allclose(ratios, 1, atol=1e-5)
     np.testing.assert_allclose(damping, 10 * 0.95**3, rtol=1e-5)
 
@@ -284,7 +284,7 @@ def test_kfac_with_it():
     loss, batch = loss_of(), examples()
     layers, tx = kfac_of(loss, batch)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def step(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
         state = kfac.observe(state, factors)
@@ -295,7 +295,7 @@ def test_kfac_with_it():
     np.testing.assert_allclose(state.next_damping, 0.1 * 0.95, rtol=1e-6)
     fixed = plain_kfac(RATE, layers, damping=float(state.next_damping), interval_warmup_steps=0)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def with_fixed_damping(params, state, batch):
         _, grads, factors = kfac.value_and_grad(loss, layers)(params, batch)
         state = kfac.observe(state, factors)
@@ -322,7 +322,7 @@ def on_one_device():
         changes, state = tx.update(grads, state, params, value_fn=lambda p: loss(p, batch))
         return optax.apply_updates(params, changes), state
 
-    return trajectory(jax.jit(step, compiler_options=FAST), tx, initial(), batch)
+    return trajectory(jax.jit(step), tx, initial(), batch)
 
 
 # Without its check of varying axes, shard_map differentiates in the same way as pmap.
@@ -353,8 +353,7 @@ def test_devices(mapped):
     else:
         mesh = jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
         found = jax.jit(
-            jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=mapped[0] == "s"),
-            compiler_options=FAST,
+            jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=mapped[0] == "s")
         )(initial(), batch)
     params, damping, ratio = found
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected[0]), strict=True):

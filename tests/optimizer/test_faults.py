@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import kfac
 from kfac.types import Kronecker
 from problem import (
-    QUICKLY,
     assert_close,
     assert_equal,
     batch,
@@ -111,7 +110,7 @@ def test_bad_first_statistics_leave_their_layer_passing_through():
 def before_refresh():
     options = {"weight_decay": 0.1, "kl_clip": 1e-3, "inverse_update_period": 3, "interval_warmup_steps": 0}
     tx = plain_kfac(0.1, layers(), distribution=kfac.Distribution(), **options)
-    return stepper(tx), jax.jit(kfac.observe, compiler_options=QUICKLY), history(tx, steps=3)
+    return stepper(tx), jax.jit(kfac.observe), history(tx, steps=3)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -496,8 +495,7 @@ def devices():
 
     same, split = PartitionSpec(), PartitionSpec("devices")
     step = jax.jit(
-        jax.shard_map(local_step, mesh=mesh, in_specs=(same, specs, split, same, same), out_specs=(same, specs)),
-        compiler_options=QUICKLY,
+        jax.shard_map(local_step, mesh=mesh, in_specs=(same, specs, split, same, same), out_specs=(same, specs))
     )
     init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
     params = jax.device_put(initial(), NamedSharding(mesh, same))

@@ -1,6 +1,5 @@
 """Test `kfac.observe`, which puts statistics into an optimizer's state, in its own program or in the step's."""
 
-import functools
 import math
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import kfac
 from checking import slow
 from problem import (
-    QUICKLY,
     assert_close,
     assert_equal,
     batch,
@@ -30,7 +28,6 @@ from problem import (
     state_of,
 )
 
-compiled = functools.partial(jax.jit, compiler_options=QUICKLY)
 INVERSES = [kfac.SOAP(), kfac.Cholesky(), kfac.EKFAC()]
 
 
@@ -46,25 +43,25 @@ def test_two_programs_are_one(preconditioner, x64):
     tx = kfac.kfac(0.05, found, preconditioner=preconditioner, overhead=0.5, inverse_update_period=3)
     together = kfac.value_and_grad(loss_fn, found)
 
-    @compiled
+    @jax.jit
     def in_one(params, state, batch, due):
         _, grads, factors = together(params, batch, **basis_of(state, found, preconditioner))
         state = jax.lax.cond(due, lambda state: kfac.observe(state, factors), lambda state: state, state)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    @compiled
+    @jax.jit
     def observe(params, state, batch):
         return kfac.observe(
             state, kfac.statistics(loss_fn, found)(params, batch, **basis_of(state, found, preconditioner))
         )
 
-    @compiled
+    @jax.jit
     def step(params, state, batch):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    one, two = (params, compiled(tx.init)(params)), (params, compiled(tx.init)(params))
+    one, two = (params, jax.jit(tx.init)(params)), (params, jax.jit(tx.init)(params))
     taken = 0
     for t in range(20):
         data, due = batch(t, dtype=jnp.float64), kfac.statistics_due(two[1])
@@ -85,8 +82,8 @@ def test_a_step_without_statistics_changes_no_average(preconditioner):
     if preconditioner.uses_example_moments:
         basis = kfac.curvature.eigenbasis(tx.init(initial()), layers())
         factors = kfac.statistics(loss_fn, layers())(initial(), batch(0), basis=basis)
-    state = compiled(kfac.observe)(compiled(tx.init)(initial()), factors)
-    after = compiled(tx.update)(measured(1)[0], state)[1]
+    state = jax.jit(kfac.observe)(jax.jit(tx.init)(initial()), factors)
+    after = jax.jit(tx.update)(measured(1)[0], state)[1]
     fields = (
         "factors",
         "weight",
@@ -114,9 +111,9 @@ def test_nothing_else_is_changed():
     """Check a wrapper's state, and trees that are not optax states."""
     tx = kfac.kfac(0.1, layers())
     many, train = optax.MultiSteps(tx, 2), TrainState.create(apply_fn=None, params=initial(), tx=tx)
-    accumulated = compiled(many.update)(measured(0)[0], many.init(initial()), initial())[1]
+    accumulated = jax.jit(many.update)(measured(0)[0], many.init(initial()), initial())[1]
     for tree in (accumulated, train, {"deep": [tx.init(initial()), jnp.ones(3)]}):
-        after = compiled(kfac.observe)(tree, measured(0)[1])
+        after = jax.jit(kfac.observe)(tree, measured(0)[1])
         assert_equal(others(after), others(tree))
         assert jax.tree.structure(after) == jax.tree.structure(tree)
         assert differ(field_of(after, "factors"), field_of(tree, "factors"))
@@ -125,7 +122,7 @@ def test_nothing_else_is_changed():
 
 def test_they_are_due_until_they_are_taken_and_again_after_the_interval():
     tx = kfac.scale_by_kfac(layers(), statistics_period=3, inverse_update_period=6, interval_warmup_steps=0)
-    state, observe, update = tx.init(initial()), compiled(kfac.observe), compiled(tx.update)
+    state, observe, update = tx.init(initial()), jax.jit(kfac.observe), jax.jit(tx.update)
     due, ages = [], []
     for t in range(7):
         due.append(bool(kfac.statistics_due(state)))
@@ -141,14 +138,14 @@ def test_they_are_due_until_they_are_taken_and_again_after_the_interval():
 def test_whether_they_are_due_is_known_after_the_state_was_donated():
     state = kfac.scale_by_kfac(layers()).init(initial())
     due = kfac.statistics_due(state)
-    compiled(kfac.observe, donate_argnums=0)(state, measured(0)[1])
+    jax.jit(kfac.observe, donate_argnums=0)(state, measured(0)[1])
     assert due
 
 
 def test_two_observations_before_a_step_are_both_averaged():
     """Observe two batches between two steps."""
     tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
-    state, observe = tx.init(initial()), compiled(kfac.observe)
+    state, observe = tx.init(initial()), jax.jit(kfac.observe)
     for t in range(2):
         state = observe(state, measured(t)[1])
     found = kfac.curvature.factors_from_state(state, layers())
@@ -159,11 +156,11 @@ def test_two_observations_before_a_step_are_both_averaged():
 def test_without_factors_all_inverses_are_refreshed():
     """Check a refresh at any interval. The averages and their age stay the same."""
     tx = kfac.scale_by_kfac(layers(), damping=lambda t: 0.1 * (1 + t), inverse_update_period=5, interval_warmup_steps=0)
-    state = compiled(kfac.observe)(tx.init(initial()), measured(0)[1])
-    state = compiled(tx.update)(measured(0)[0], state)[1]
-    after = compiled(kfac.observe)(state)
+    state = jax.jit(kfac.observe)(tx.init(initial()), measured(0)[1])
+    state = jax.jit(tx.update)(measured(0)[0], state)[1]
+    after = jax.jit(kfac.observe)(state)
     fresh = kfac.scale_by_kfac(layers(), damping=0.2)
-    expected = compiled(kfac.observe)(fresh.init(initial()), measured(0)[1])
+    expected = jax.jit(kfac.observe)(fresh.init(initial()), measured(0)[1])
     assert_close(field_of(after, "preconditioner"), field_of(expected, "preconditioner"), 1e-5)
     assert differ(field_of(after, "preconditioner"), field_of(state, "preconditioner"))
     assert_equal(field_of(after, "factors"), field_of(state, "factors"))
@@ -180,14 +177,14 @@ def test_several_states_take_the_factors_of_their_own_layers():
 
     tx = optax.partition({label: kfac.kfac(0.1, of(label)) for label in ("one", "two")}, names)
     grads, factors = measured(0)
-    state = compiled(kfac.observe)(tx.init(initial()), factors)
+    state = jax.jit(kfac.observe)(tx.init(initial()), factors)
     for label, part in state.inner_states.items():
         found = kfac.curvature.factors_from_state(part, of(label))
         assert set(found) == {name for name in factors if names[name] == label}
         assert_close({name: factors[name] for name in found}, dict(found), 1e-6)
-    updates, _ = compiled(tx.update)(grads, state, initial())
+    updates, _ = jax.jit(tx.update)(grads, state, initial())
     alone = kfac.kfac(0.1, layers())
-    expected, _ = compiled(alone.update)(grads, compiled(kfac.observe)(alone.init(initial()), factors), initial())
+    expected, _ = jax.jit(alone.update)(grads, jax.jit(kfac.observe)(alone.init(initial()), factors), initial())
     assert_close(updates, expected, 1e-4)
 
 
@@ -239,7 +236,7 @@ def test_update_or_diagnostics_warn_once_of_forgotten_statistics(compiled_update
     """Forget `observe`. A compiled `update` cannot tell, so `diagnostics` does."""
     every = 2 + compiled_update  # another optimizer, because each is warned of once
     tx, grads = kfac.scale_by_kfac(layers(), statistics_period=every), measured(0)[0]
-    update = compiled(tx.update) if compiled_update else tx.update
+    update = jax.jit(tx.update) if compiled_update else tx.update
     state = tx.init(initial())
     for _ in range(3 * every):
         state = jax.block_until_ready(update(grads, state)[1])
@@ -258,12 +255,12 @@ def test_statistics_due_warns_of_a_loop_that_drops_what_observe_returns():
         for _ in range(15):
             if kfac.statistics_due(state):
                 kfac.observe(state, factors)
-            state = jax.block_until_ready(compiled(tx.update)(grads, state)[1])
+            state = jax.block_until_ready(jax.jit(tx.update)(grads, state)[1])
 
 
 def test_diagnostics_do_not_warn_of_a_loop_with_an_interval_of_its_own():
     tx, (grads, factors) = kfac.scale_by_kfac(layers(), statistics_period=5), measured(0)
-    step, observe = compiled(tx.update), compiled(kfac.observe)
+    step, observe = jax.jit(tx.update), jax.jit(kfac.observe)
     state = tx.init(initial())
     for t in range(60):
         if t % 30 == 0:
@@ -302,7 +299,7 @@ def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
     state = kfac.kfac(0.1, found).init(initial())
     with pytest.raises(ValueError, match=r"factors.gradients must hold the gradient of 'temperature'"):
         kfac.observe(state, kfac.Factors(dict(factors)))
-    after = compiled(kfac.observe)(state, factors)
+    after = jax.jit(kfac.observe)(state, factors)
     own = factors.gradients["temperature"] ** 2
     (found_average,) = [
         block.factors.F for name, block in state_of(after).blocks.items() if name.startswith("gradient")
@@ -323,7 +320,7 @@ def test_a_state_is_its_own_argument_in_a_loop():
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), due
 
-    (params, state), due = compiled(lambda carry: jax.lax.scan(step, carry, length=14))((initial(), tx.init(initial())))
+    (params, state), due = jax.jit(lambda carry: jax.lax.scan(step, carry, length=14))((initial(), tx.init(initial())))
     assert due.sum() == 12 and state_of(state).count == 14
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
 

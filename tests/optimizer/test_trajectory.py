@@ -1,7 +1,5 @@
 """Test thirty steps of a small network against the NumPy reference: the whole state, not only the loss."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import optax
 import pytest
 
 import kfac
-from problem import QUICKLY, ages_of, plain_kfac, state_of
+from problem import ages_of, plain_kfac, state_of
 from reference import BLOCKS, SKIPPED, Reference, batch, initial_parameters, network
 
 STEPS = 30
@@ -161,14 +159,14 @@ def run(configuration, dtype, tolerance):
     tx = plain_kfac(layers=layers, **{"momentum": None, **sides[0]})
     state = jax.jit(tx.init)(params)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def full_step(params, state, images, labels):
         _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, images, labels)
         state = kfac.observe(state, factors)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def cheap_step(params, state, images, labels):
         updates, state = tx.update(jax.grad(loss_fn)(params, images, labels), state, params)
         return optax.apply_updates(params, updates), state

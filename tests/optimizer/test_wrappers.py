@@ -22,7 +22,6 @@ from optax.experimental import aggregating
 
 import kfac
 from problem import (
-    QUICKLY,
     assert_close,
     assert_equal,
     batch,
@@ -136,7 +135,7 @@ def trained(name, tx, statistics=True):
     wrapped = optax.with_extra_args_support(WRAPPERS[name][0](tx))
     keywords = KEYWORDS.get(name, {})
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(params, state, grads, factors):
         state = kfac.observe(state, factors) if statistics else state
         extra = keywords | ({"grad": grads, "value": loss(initial())} if "value_fn" in keywords else {})
@@ -199,12 +198,12 @@ def test_sam_in_opaque_mode_differentiates_at_the_point_of_the_adversary():
     grads, factors = measured(0)
     measure = jax.grad(loss)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(state):
         state = kfac.observe(state, factors)
         return opaque.update(grads, state, initial(), grad_fn=lambda p, i: measure(p))
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def by_hand(params):
         moved = ADVERSARY.update(grads, ADVERSARY.init(params))[0]
         there = measure(jax.tree.map(lambda p, u: p - u, params, moved))
@@ -237,7 +236,7 @@ def test_update_freezes_leaves_with_set_to_zero_and_masked_alone_lets_them_ascen
 def test_a_train_state_of_flax():
     state = TrainState.create(apply_fn=None, params=initial(), tx=optimizer())
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(state, grads, factors):
         return kfac.observe(state, factors).apply_gradients(grads=grads)
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal
+from checking import normal
 from kfac._optimizer.state import blocks_of
 from oracle import relative_error
 from problem import observing
@@ -132,7 +132,7 @@ def step_of(layers, tx, spread=lambda fn: fn, average=lambda grads: grads):
 
 
 def run(step, state, place=lambda x: x):
-    step = jax.jit(step, static_argnums=3, compiler_options=FAST)
+    step = jax.jit(step, static_argnums=3)
     for x, statistics in zip(batches(), STATISTICS, strict=True):
         state = jax.block_until_ready(step(parameters(), state, place(x), statistics))
     return state

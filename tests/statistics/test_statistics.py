@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import FAST, normal, rotations
+from checking import normal, rotations
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -55,7 +55,7 @@ def found():
 
 
 def compiled(fn):
-    return jax.jit(fn, compiler_options=FAST)
+    return jax.jit(fn)
 
 
 @functools.cache

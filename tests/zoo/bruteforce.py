@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,12 +30,8 @@ import numpy as np
 from jax.extend import core as jax_core
 
 import kfac
-from checking import FAST as _FAST
 from oracle import Geometry, im2col
 
-# These programs run for milliseconds, but fused loops take three times as long to compile. Later versions always fuse.
-_OLD = importlib.metadata.version("jaxlib").startswith("0.10.")
-FAST = _FAST | ({"xla_cpu_use_fusion_emitters": False} if _OLD else {})
 NONE = -1
 _SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "optimization_barrier", "sharding_constraint"}
 
@@ -501,7 +496,7 @@ def truths(loss: Callable, params: Any, batches: list[Any], n: int) -> list[Trut
         (value, seen), (gs, grads) = jax.value_and_grad(value_of, (0, 1), has_aux=True)(zeros, flat)
         return value, grads, seen, gs
 
-    program, results = jax.jit(measure, compiler_options=FAST), []
+    program, results = jax.jit(measure), []
     for batch in batches:
         value, grads, seen, gs = jax.tree.map(np.asarray, program(flat, jax.tree.leaves(batch)))
         alive = defaultdict(bool)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 import kfac
 from checking import KRONECKER, check_layers, matrices_of
 from oracle import relative_error
-from zoo.bruteforce import FAST, Truth, truth, truths
+from zoo.bruteforce import Truth, truth, truths
 
 N = 6  # examples, in three thirds of two
 
@@ -229,7 +229,7 @@ def on_devices(fn: Callable, count: int) -> Callable:
         # scan.
         options = {"in_specs": (PartitionSpec(), over), "out_specs": over, "check_vma": False}
         local = jax.shard_map(local, mesh=mesh, **options)
-    return jax.jit(local, compiler_options=FAST)
+    return jax.jit(local)
 
 
 def compare(
@@ -283,7 +283,7 @@ def compare(
 def example_gradients(case: Specimen, layers: kfac.Layers, layer: kfac.types.Layer) -> np.ndarray:
     """Return the gradients `[n, d_out, 1]` of a vector, from the loss of each example alone."""
     loss, params, batch = case.build()
-    gradient = jax.jit(jax.grad(loss), compiler_options=FAST)
+    gradient = jax.jit(jax.grad(loss))
     rows = []
     for k in range(N):
         grads = jax.tree.leaves(gradient(params, jax.tree.map(lambda x, k=k: x[k : k + 1], batch)))
@@ -303,14 +303,14 @@ def _read(layers: kfac.Layers, grads: list[Any], factors: kfac.Factors) -> Any:
         blocks = {name: (b.F,) if isinstance(b, kfac.types.Unitwise) else (b.A, b.G) for name, b in factors.items()}
         return matrices_of(own, by_path), blocks
 
-    return jax.tree.map(np.asarray, jax.jit(read, compiler_options=FAST)(grads, factors))
+    return jax.tree.map(np.asarray, jax.jit(read)(grads, factors))
 
 
 def expected_of_tied(case: Specimen, layers: kfac.Layers) -> kfac.Factors:
     """Return the package's own factors of the plain loss on the original batch."""
     loss, params, batch = case.build()
     fn = kfac.value_and_grad(loss, layers, num_examples=N if case.hidden else None)
-    return jax.jit(fn, compiler_options=FAST)(params, batch)[2]
+    return jax.jit(fn)(params, batch)[2]
 
 
 @functools.cache
