@@ -1,24 +1,24 @@
 """Assign blocks to the devices that own them. This is arithmetic on shapes and needs no devices.
 
-The `K` blocks of equal shape form a group. They are dealt to `D` devices. With `full = K // D`, device `d` owns block
-`p D + d` at each of its positions `p = 0 ... full - 1`.
+The `K` blocks of equal shape form a group. They are dealt to `D` devices: each owns `K // D` neighbouring blocks. The
+last `K % D` blocks are the group's *remainder*. They go to as many neighbouring devices, a block for each. Remainders
+of several groups fill a *round*, in which a device has at most one block. Seven blocks of `a`, two of `b` and one of
+`c` on three devices::
 
-The last `K % D` blocks are the group's *remainder*. They go to as many devices, a block for each, at position `full`.
-Gradients travel in every step, so the devices are chosen whose earlier remainder blocks have the fewest gradient
-elements. The most expensive groups are dealt first. Seven blocks on three devices::
+                device 0   device 1   device 2
+    stack a     a0 a1      a2 a3      a4 a5
+    round 0     b0         b1         a6
+    round 1                           c0
 
-    position     0   1   2
-    device 0     0   3
-    device 1     1   4   6    the remainder; device 0 already has one of another group
-    device 2     2   5
-
-A `BlockAssignment` has an entry for each remainder block, but no entry for each device.
+The most expensive remainders are dealt first, each in the first round that has room. So the blocks in a round have
+similar sizes, and a round needs no more memory on each device than its largest block.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,17 +30,20 @@ from kfac._curvature.blocks import Group
 class BlockAssignment:
     """How the blocks of a group are dealt to devices.
 
-    A *slot* is a position on a device. Slots are numbered device by device: `device * slots + position`.
+    A *slot* is a position on a device. Slots are numbered device by device: `device * slots + position`. A remainder
+    block has the last position.
 
     Attributes:
       blocks: the number `K` of blocks.
       devices: the number `D` of devices.
-      owners: the owner of each remainder block, in block order.
+      round: the round of the remainder.
+      first: the first owner of a remainder block.
     """
 
     blocks: int
     devices: int
-    owners: tuple[int, ...] = ()
+    round: int = 0
+    first: int = 0
 
     @property
     def full(self) -> int:
@@ -48,30 +51,31 @@ class BlockAssignment:
         return self.blocks // self.devices
 
     @property
+    def rest(self) -> int:
+        """Number of remainder blocks."""
+        return self.blocks % self.devices
+
+    @property
     def slots(self) -> int:
         """Stack length on each device: `full`, or `full + 1` if there is a remainder."""
-        return self.full + bool(self.owners)
+        return self.full + bool(self.rest)
 
-    def location(self, block: int) -> tuple[int, int]:
-        """Return a block's device and position."""
-        position, device = divmod(block, self.devices)
-        if position == self.full:
-            device = self.owners[device]
-        return device, position
+    @property
+    def owners(self) -> slice:
+        """The devices that own the remainder blocks, in block order."""
+        return slice(self.first, self.first + self.rest)
 
     @property
     def block_to_slot(self) -> np.ndarray:
         """Each block's slot, `[blocks]`."""
-        slots = np.zeros(self.blocks, np.int32)
-        for block in range(self.blocks):
-            device, position = self.location(block)
-            slots[block] = device * self.slots + position
-        return slots
+        by_device = np.arange(self.devices * self.slots).reshape(self.devices, -1)
+        stack = by_device[:, : self.full].reshape(-1)
+        return np.append(stack, by_device[self.owners, self.full :])
 
     @property
     def slot_to_block(self) -> np.ndarray:
         """The block in each slot, `[devices * slots]`. An empty slot has block 0."""
-        slot_to_block = np.zeros(self.devices * self.slots, np.int32)
+        slot_to_block = np.zeros(self.devices * self.slots, int)
         slot_to_block[self.block_to_slot] = np.arange(self.blocks)
         return slot_to_block
 
@@ -83,20 +87,21 @@ class BlockAssignment:
         return slot_mask.reshape(self.devices, -1)
 
 
+BlockAssignments = Mapping[str, BlockAssignment]
+
+
 class Cost(NamedTuple):
-    """The work and the size of each block in a group.
+    """The work and the number of blocks in a group.
 
     Attributes:
       name: the group's name.
       blocks: number of blocks.
       work: work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor.
-      elements: number of elements in a block's gradient.
     """
 
     name: str
     blocks: int
     work: int
-    elements: int
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
@@ -107,7 +112,7 @@ def group_costs(groups: Sequence[Group]) -> list[Cost]:
             work = 0
             for size, *others in group.shapes.values():
                 work += size**3 if others else size
-            costs.append(Cost(group.name, group.size, work, group.d_in * group.d_out))
+            costs.append(Cost(group.name, group.size, work))
     return costs
 
 
@@ -117,11 +122,46 @@ def assign_blocks(
 ) -> dict[str, BlockAssignment]:
     """Deal every group's blocks to devices, and return the assignments by group name."""
     assignments = {}
-    load = np.zeros(devices, int)
+    used: list[int] = []  # the number of devices with a block, for each round
     for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
-        least = np.sort(np.argsort(load, kind="stable")[: cost.blocks % devices])
-        load[least] += cost.elements
-        assignments[cost.name] = BlockAssignment(
-            cost.blocks, devices, tuple(least.tolist())
-        )
+        rest = cost.blocks % devices
+        rooms = (k for k, count in enumerate(used) if count + rest <= devices)
+        number = next(rooms, len(used))
+        if number == len(used):
+            used.append(0)
+        first = used[number]
+        # The first devices have the largest blocks of the first round, so other rounds start from the other end.
+        if number > 0:
+            first = devices - first - rest
+        assignments[cost.name] = BlockAssignment(cost.blocks, devices, number, first)
+        used[number] += rest
     return assignments
+
+
+def lay_out_rounds(
+    assignments: BlockAssignments,
+    sizes: Mapping[str, int],
+) -> tuple[dict[str, slice], int]:
+    """Lay the rounds end to end in a row on each device. In a round, every block starts at the same place.
+
+    Args:
+      assignments: how each group is dealt to devices.
+      sizes: the number of elements in a block, for each group in the row. Each has a remainder.
+
+    Returns:
+      The place of each group's remainder block in its owner's row, and the row's length.
+    """
+    widths: collections.Counter[int] = collections.Counter()
+    for name, size in sizes.items():
+        number = assignments[name].round
+        widths[number] = max(widths[number], size)
+    starts = {}
+    length = 0
+    for number in sorted(widths):
+        starts[number] = length
+        length += widths[number]
+    places = {}
+    for name, size in sizes.items():
+        start = starts[assignments[name].round]
+        places[name] = slice(start, start + size)
+    return places, length

@@ -2,8 +2,8 @@
 
 All devices run the same program. During a step, each device therefore has a stack for every such group, with room for a
 block that most devices do not own. Between steps, each device stores its own blocks in three flat vectors: averages as
-triangles, preconditioners, and momenta with adaptive rates. Each vector has the same length on all devices, set by the
-device that needs the most.
+triangles, preconditioners, and momenta with adaptive rates. A vector has a part for each round of `assign_blocks`, as
+long as the round's largest block.
 
 `block_of` unpacks a group, and `with_parts` writes factors, preconditioners or momenta back. `observe` unpacks and
 writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
-from kfac._distributed.collectives import Segments, lay_end_to_end, of_this_device
 from kfac._distributed.comm import CommContext
-from kfac._distributed.owners import BlockAssignment
+from kfac._distributed.owners import BlockAssignment, lay_out_rounds
 from kfac._factors import Kronecker, Packed
 from kfac._mesh import PyTree, as_varying, varying_axes
 from kfac._optimizer.state import (
@@ -32,7 +32,7 @@ from kfac._optimizer.state import (
     form_of,
     with_blocks,
 )
-from kfac._packing import flatten, unflatten
+from kfac._packing import flatten, padded_shape, unflatten
 
 
 def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
@@ -43,14 +43,13 @@ def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
     blocks = state.blocks[name]
     parts = {}
     for part in FlatState._fields:
-        sizes, segments = _layout(state, part)
-        if name not in sizes:
+        places, length = _layout(state, part)
+        if name not in places:
             continue
         owned = state.owned[name]
-        vector = getattr(state.flat_state, part)
-        begin = of_this_device(segments.starts[name], segments.length, comm.owner_axes)
-        flat = lax.dynamic_slice_in_dim(vector, begin, sizes[name])
-        flat = jnp.where(comm.owns(owned.assignment), flat, 0)[None]
+        rows = getattr(state.flat_state, part).reshape(-1, length)
+        owns = comm.owns(owned.assignment)[:, None]
+        flat = jnp.where(owns, rows[:, places[name]], 0)
         shapes = getattr(owned.shapes, part)
         if part == "factors":
             parts[part] = unflatten(flat, jax.eval_shape(_packed, shapes)).unpacked()
@@ -65,18 +64,20 @@ def with_parts(
     """Return the state with new values for the given fields of a group's `BlockState`."""
     stacks = {}
     for part, new in parts.items():
-        sizes, segments = _layout(state, part)
-        if name not in sizes:
+        places, length = _layout(state, part)
+        if name not in places:
             stacks[part] = new
             continue
         vector = getattr(state.flat_state, part)
-        begin = of_this_device(segments.starts[name], segments.length, comm.owner_axes)
-        old = lax.dynamic_slice_in_dim(vector, begin, sizes[name])
-        flat = _flat(part, new)[0].astype(old.dtype)
-        flat = jnp.where(comm.owns(state.owned[name].assignment), flat, old)
-        vector = as_varying(vector, varying_axes(flat))
-        vector = lax.dynamic_update_slice_in_dim(vector, flat, begin, 0)
-        state = state._replace(flat_state=state.flat_state._replace(**{part: vector}))
+        rows = vector.reshape(-1, length)
+        old = rows[:, places[name]]
+        flat = flatten(_packed(new) if part == "factors" else new).astype(old.dtype)
+        owns = comm.owns(state.owned[name].assignment)[:, None]
+        flat = jnp.where(owns, flat, old)
+        rows = as_varying(rows, varying_axes(flat))
+        rows = lax.dynamic_update_slice(rows, flat, (0, places[name].start))
+        vectors = {part: rows.reshape(-1)}
+        state = state._replace(flat_state=state.flat_state._replace(**vectors))
     blocks = state.blocks
     blocks[name] = blocks[name]._replace(**stacks)
     return with_blocks(state, blocks)
@@ -105,21 +106,24 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
     state = state._replace(owned=owned)
     vectors = {}
     for part in FlatState._fields:
-        sizes, segments = _layout(state, part)
-        if sizes:
-            dtype = jnp.result_type(*jax.tree.leaves([x[part] for x in moved.values()]))
-            vectors[part] = jnp.zeros(segments.length, dtype)
+        places, length = _layout(state, part)
+        if places:
+            new = [moved[name][part] for name in places]
+            # Outside `shard_map`, the stacks have a place for each device.
+            devices = len(jax.tree.leaves(new)[0])
+            dtype = jnp.result_type(*jax.tree.leaves(new))
+            vectors[part] = jnp.zeros(devices * length, dtype)
     state = state._replace(flat_state=FlatState(**vectors))
     for name, parts in moved.items():
         state = with_parts(state, comm, name, **parts)
     return state
 
 
-def _layout(state: KfacState, part: str) -> tuple[dict[str, int], Segments]:
+def _layout(state: KfacState, part: str) -> tuple[dict[str, slice], int]:
     """Return the layout of a vector in the flat state, for the field `part` of `BlockState`.
 
     Returns:
-      The size of a block for each group in the vector, and the blocks' places.
+      The place of each group in the vector, and the vector's length on a device.
     """
     stored = []
     if part in FlatState._fields:
@@ -133,21 +137,21 @@ def _layout(state: KfacState, part: str) -> tuple[dict[str, int], Segments]:
 def _layout_of(
     part: str,
     groups: tuple[tuple[str, Form, BlockAssignment], ...],
-) -> tuple[dict[str, int], Segments]:
+) -> tuple[dict[str, slice], int]:
     """Implement `_layout` for groups that are given as their names, forms and assignments."""
     sizes = {}
     assignments = {}
     for name, form, assignment in groups:
-        shapes = getattr(jax.tree.unflatten(*form), part)
-        if jax.tree.leaves(shapes):
-            flat = jax.eval_shape(functools.partial(_flat, part), shapes)
-            sizes[name] = flat.shape[1]
+        shapes = [
+            x.shape[1:]
+            for x in jax.tree.leaves(getattr(jax.tree.unflatten(*form), part))
+        ]
+        if part == "factors":
+            shapes = [padded_shape(shape) for shape in shapes]
+        if shapes:
+            sizes[name] = sum(map(math.prod, shapes))
             assignments[name] = assignment
-    return sizes, lay_end_to_end(assignments, sizes)
-
-
-def _flat(part: str, tree: PyTree) -> Array:
-    return flatten(_packed(tree) if part == "factors" else tree)
+    return lay_out_rounds(assignments, sizes)
 
 
 def _packed(factors: Kronecker) -> Packed:

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kfac._checks import check
-from kfac._distributed.comm import CommContext
+from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
 from kfac._factors import per_block
@@ -131,7 +131,11 @@ def gather_state(opt_state: Any) -> Any:
         blocks.
     """
     if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
-        opt_state = on_nodes((Owned, FlatState), _in_a_row, opt_state, lambda x: x[0])
+
+        def in_a_row(tree):
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+        opt_state = on_nodes((Owned, FlatState), in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
         for owned in node.owned.values():
@@ -143,7 +147,7 @@ def gather_state(opt_state: Any) -> Any:
                     f"opt_state must hold the {expected} blocks of all {assignment.devices} devices in a row, but has "
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
-        node = _each_device(opened, replicated(node))
+        node = opened(replicated(node), Everywhere())
         settings = dataclasses.replace(
             node.settings, distribution=Distribution(), param_specs=()
         )
@@ -208,49 +212,21 @@ def scatter_state(
             param_specs=node.settings.layers.param_specs,
         )
         node = node._replace(owned=owned, bases=bases, settings=settings)
-        return _each_device(closed, node)
+        return closed(node, Everywhere())
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
 
+    def by_device(tree):
+        return jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), tree)
+
     return on_nodes(
         (Owned, FlatState),
-        lambda tree: _by_device(num_devices, tree),
+        by_device,
         state,
         lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
     )
-
-
-def _in_a_row(tree: PyTree) -> PyTree:
-    """Reshape arrays `[devices, k, ...]` to `[devices * k, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
-
-def _by_device(devices: int, tree: PyTree) -> PyTree:
-    """Reshape arrays `[devices * k, ...]` to `[devices, k, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
-
-
-def _each_device(
-    fn: Callable[[KfacState, CommContext], KfacState],
-    state: KfacState,
-) -> KfacState:
-    """Apply `opened` or `closed` to each device's part of a global state.
-
-    A state in which every group has at least as many blocks as devices is returned unchanged.
-    """
-    if all(owned.assignment.full for owned in state.owned.values()):
-        return state
-    comm = CommContext(("devices",), ("devices",))
-
-    def local(owned, flat_state):
-        new = fn(state._replace(owned=owned, flat_state=flat_state), comm)
-        return new.owned, new.flat_state
-
-    parts = _by_device(devices_of(state), (state.owned, state.flat_state))
-    owned, flat_state = _in_a_row(jax.vmap(local, axis_name="devices")(*parts))
-    return state._replace(owned=owned, flat_state=flat_state)
 
 
 def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
@@ -282,7 +258,7 @@ on_states = functools.partial(on_nodes, KfacState)
 
 def _gather_owned(owned: Owned) -> Owned:
     assignment = owned.assignment
-    whole = dataclasses.replace(owned.assignment, devices=1, owners=())
+    whole = BlockAssignment(assignment.blocks, 1)
     blocks = jax.tree.map(lambda x: x[assignment.block_to_slot], owned.blocks)
     return dataclasses.replace(owned, blocks=blocks, assignment=whole)
 

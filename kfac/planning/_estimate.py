@@ -32,10 +32,9 @@ from kfac._curvature.preconditioner import (
     check_preconditioner,
 )
 from kfac._curvature.soap import SOAP
-from kfac._distributed.collectives import lay_out_shares
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import assign_blocks, group_costs
+from kfac._distributed.owners import assign_blocks, group_costs, lay_out_rounds
 from kfac._factors import Statistics
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
@@ -224,15 +223,16 @@ def estimate(
         Args:
           sizes: the bytes of a block, for each group.
         """
-        sizes = {name: size for name, size in sizes.items() if size}
-        if not sizes:
-            return 0
-        shares, segments = lay_out_shares(assignments, sizes)
-        width = segments.length
+        shares = {}
+        width = 0
         for name, size in sizes.items():
-            owners = assignments[name].owners
-            width += assignments[name].full * size + len(owners) * shares[name]
-        return (devices - 1) * width
+            assignment = assignments[name]
+            width += assignment.full * size
+            if assignment.rest:
+                shares[name] = -(-size // devices)
+                width += assignment.rest * shares[name]
+        _, length = lay_out_rounds(assignments, shares)
+        return (devices - 1) * (width + length)
 
     # The bytes of a block's gradient, statistics and basis, for each group of blocks with owners.
     kernels: dict[str, int] = {}

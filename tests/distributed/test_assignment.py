@@ -1,7 +1,7 @@
 """Test which device owns each block and when it is inverted.
 
-ResNet-50's figures are counted from compiled programs. Other tests use internals of `_distributed`: owners, assignments
-and message layouts are arithmetic on shapes.
+ResNet-50's figures are counted from compiled programs. Other tests use internals of `_distributed`: assignments and
+rounds are arithmetic on shapes.
 """
 
 import functools
@@ -23,8 +23,7 @@ import messages
 import problem
 import resnet50_step
 from kfac._curvature.blocks import group_layers
-from kfac._distributed.collectives import lay_end_to_end
-from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks, group_costs
+from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks, group_costs, lay_out_rounds
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "resnet50_step.py"
 
@@ -42,51 +41,65 @@ def equal_layers(count, width=6):
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8, 64])
 @pytest.mark.parametrize("blocks", [1, 4, 5, 8, 17])
-def test_every_block_has_one_place(blocks, devices):
-    owners = tuple(reversed(range(devices)))[: blocks % devices]
-    assignment = BlockAssignment(blocks, devices, owners)
-    places = [assignment.location(block) for block in range(blocks)]
-    assert len(set(places)) == blocks
-    for device in range(devices):
-        held = sorted(position for owner, position in places if owner == device)
-        assert held == list(range(assignment.full + (device in owners)))
-        assert len(held) <= assignment.slots <= -(-blocks // devices)
+def test_block_assignment_has_one_slot_for_every_block(blocks, devices):
+    rest = blocks % devices
+    assignment = BlockAssignment(blocks, devices, first=devices - rest)
+    assert len(set(assignment.block_to_slot.tolist())) == blocks
+    assert assignment.slot_to_block[assignment.block_to_slot].tolist() == list(range(blocks))
+    mask = assignment.slot_mask
+    assert mask.shape == (devices, -(-blocks // devices))
+    held = [blocks // devices] * (devices - rest) + [blocks // devices + 1] * rest
+    assert mask.sum(axis=1).tolist() == held
+    for row, count in zip(mask, held, strict=True):
+        assert row[:count].all()
 
 
-def test_remainders_fill_up_the_devices():
-    """Check that remainders are balanced by gradient elements, with at most one block per group and device."""
-    costs = [Cost("large", 1, 9, 700), Cost("middle", 3, 8, 100), Cost("small", 5, 7, 10), Cost("least", 23, 6, 3)]
-    assignments = assign_blocks(costs, 8)
-    load = [0] * 8
-    for name, blocks, _, elements in costs:
-        assert len(set(assignments[name].owners)) == blocks % 8
-        for block in range(blocks):
-            load[assignments[name].location(block)[0]] += elements
-    assert sorted(load) == [19, 19, 19, 19, 109, 109, 119, 706]
-
-
-def test_lay_end_to_end_holds_every_block_once():
-    for assignments, sizes in random_remainders():
-        starts, length = lay_end_to_end(assignments, sizes)
-        used = {}
-        for name, assignment in assignments.items():
-            assert tuple(starts.get(name, ())) == assignment.owners
-            for device, start in starts.get(name, {}).items():
-                places = used.setdefault(device, np.zeros(length, int))
-                places[start : start + sizes[name]] += 1
-        ends = []
-        for places in used.values():
-            ends.append(places.sum())
-            assert (places[: ends[-1]] == 1).all()
-        assert length == max(ends, default=0)
-
-
-def random_remainders():
-    """Yield assignments and block sizes for remainders of any size."""
+def random_costs():
+    """Yield numbers of devices with costs of groups of any size."""
     rng = np.random.default_rng(0)
     for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
-        costs = [Cost(str(k), int(rng.integers(1, 20)), 1, int(rng.integers(1, 99))) for k in range(groups)]
-        yield assign_blocks(costs, devices), {cost.name: cost.elements for cost in costs}
+        yield devices, [Cost(str(k), int(rng.integers(1, 20)), int(rng.integers(1, 99))) for k in range(groups)]
+
+
+def test_assign_blocks_deals_at_most_one_block_per_round_and_device():
+    for devices, costs in random_costs():
+        assignments = assign_blocks(costs, devices)
+        rounds = {}
+        for cost in costs:
+            assignment = assignments[cost.name]
+            held = rounds.setdefault(assignment.round, np.zeros(devices, int))
+            held[assignment.owners] += 1
+            assert held.sum() <= devices
+        for held in rounds.values():
+            assert max(held) <= 1
+        # The first round has the most expensive remainder, and no round could take the first block of the next one.
+        remainders = [cost for cost in costs if cost.blocks % devices]
+        if remainders:
+            largest = min(remainders, key=lambda cost: (-cost.work, cost.name))
+            assert assignments[largest.name].round == 0 and assignments[largest.name].first == 0
+
+
+def test_assign_blocks_fills_a_round_before_it_starts_another():
+    costs = [Cost("large", 1, 9), Cost("middle", 3, 8), Cost("small", 5, 7), Cost("least", 12, 6)]
+    assignments = assign_blocks(costs, 8)
+    places = {name: (x.round, x.owners.start, x.owners.stop) for name, x in assignments.items()}
+    assert places == {"large": (0, 0, 1), "middle": (0, 1, 4), "small": (1, 0, 5), "least": (0, 4, 8)}
+
+
+def test_lay_out_rounds_holds_every_block_once():
+    for devices, costs in random_costs():
+        assignments = assign_blocks(costs, devices)
+        sizes = {cost.name: cost.work for cost in costs if cost.blocks % devices}
+        places, length = lay_out_rounds(assignments, sizes)
+        used = np.zeros((devices, length), int)
+        for name, place in places.items():
+            assert place.stop - place.start == sizes[name]
+            used[assignments[name].owners, place] += 1
+        assert used.max(initial=0) <= 1
+        widest = {}
+        for name, size in sizes.items():
+            widest.setdefault(assignments[name].round, []).append(size)
+        assert length == sum(map(max, widest.values()))
 
 
 # In the GPT, the table's `G` takes 0.015 times the largest block's work. All devices invert it, because they share the
@@ -135,7 +148,7 @@ def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_factor_dim, pa
 
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.process_time()
-    assign_blocks([Cost(str(k), 7 + k, k**3, k**2) for k in range(1, 21)], 4096)
+    assign_blocks([Cost(str(k), 7 + k, k**3) for k in range(1, 21)], 4096)
     assert time.process_time() - began < 0.1  # this once took minutes
     group_costs(group_layers(resnet50_layers, kfac.SOAP()))
     assert time.process_time() - began < 2
