@@ -62,11 +62,11 @@ class Group:
     layers: tuple[Layer, ...]
 
     @property
-    def owned(self) -> bool:
-        """Whether these are Kronecker blocks, each with one owner among the devices.
+    def kronecker(self) -> bool:
+        """Whether these are Kronecker blocks.
 
-        Otherwise every device holds all blocks, each row of a block's matrix is a leaf, `unitwise_damping_scale` scales
-        the damping, and `ChannelPreconditioner` inverts the blocks.
+        Otherwise each row of a block's matrix is a leaf, `unitwise_damping_scale` scales the damping, and
+        `ChannelPreconditioner` inverts the blocks.
         """
         return self.layers[0].kronecker
 
@@ -93,11 +93,11 @@ class Group:
 
     @property
     def d_in(self) -> int:
-        return self.shapes["A"][0] if self.owned else self.shapes["F"][1]
+        return self.shapes["A"][0] if self.kronecker else self.shapes["F"][1]
 
     @property
     def d_out(self) -> int:
-        return self.shapes["G"][0] if self.owned else self.shapes["F"][0]
+        return self.shapes["G"][0] if self.kronecker else self.shapes["F"][0]
 
     @functools.cached_property
     def shapes(self) -> FactorShapes:
@@ -113,7 +113,7 @@ class Group:
     @property
     def counts(self) -> tuple[int, ...]:
         """The number of blocks per layer."""
-        if not self.owned:
+        if not self.kronecker:
             return (1,) * len(self.layers)
         return tuple(layer.copies * layer.pieces for layer in self.layers)
 
@@ -139,7 +139,7 @@ class Group:
 
     def preconditioner_of(self, choice: BlockPreconditioner) -> BlockPreconditioner:
         """Return the user's `choice` for Kronecker blocks, or `ChannelPreconditioner` for unit-wise blocks."""
-        if self.owned:
+        if self.kronecker:
             return choice
         return ChannelPreconditioner(choice.precision, choice.scale_damping)
 
@@ -165,11 +165,11 @@ class Group:
         zeros = {
             name: jnp.zeros((size, *shape), dtype) for name, shape in shapes.items()
         }
-        return Kronecker(**zeros) if self.owned else Unitwise(**zeros)
+        return Kronecker(**zeros) if self.kronecker else Unitwise(**zeros)
 
     def stack(self, layer: Layer, block: Any) -> Any:
         """Return a layer's statistics, which have their padding already, as a stack of its blocks."""
-        if self.owned:
+        if self.kronecker:
             return kronecker.stack(layer, block)
         return jax.tree.map(lambda x: x[None], block)
 
@@ -177,7 +177,7 @@ class Group:
         """Undo `stack`, and remove padding from statistics."""
         if self.padded:
             blocks = self.without_padding(layer, blocks)
-        if self.owned:
+        if self.kronecker:
             return kronecker.unstack(layer, blocks)
         return jax.tree.map(lambda x: x[0], blocks)
 
@@ -221,11 +221,13 @@ class Group:
         for name, size in sizes.items():
             x = getattr(averages, name)
             # A unit-wise block has a row for each channel, with a small matrix.
-            diagonal = diagonals(x) if self.owned else jnp.trace(x, axis1=2, axis2=3)
+            diagonal = (
+                diagonals(x) if self.kronecker else jnp.trace(x, axis1=2, axis2=3)
+            )
             mean = jnp.sum(diagonal, axis=1) / size
             beyond = jnp.arange(x.shape[1]) >= size[:, None]
             amount = jnp.where(beyond, scale * mean[:, None], 0).astype(x.dtype)
-            if self.owned:
+            if self.kronecker:
                 arrays[name] = add_diagonal(x, amount)
             else:
                 p = x.shape[-1]
@@ -249,7 +251,7 @@ class Group:
 
     def of_gradients(self, gradients: Array) -> Block:
         """Form gradient factors, which are not scaled, from averaged gradients `[k, d_in, d_out]`."""
-        if self.owned:
+        if self.kronecker:
             return kronecker.of_gradients(self.shapes, gradients)
         return Unitwise(jnp.square(gradients.mT)[..., None])
 
@@ -393,14 +395,14 @@ def _name(layers: tuple[Layer, ...]) -> str:
     """Return the name of a group with these members."""
     group = Group("", layers)
     source = "" if group.captured else "gradient_"
-    kind = "kronecker" if group.owned else "unitwise"
+    kind = "kronecker" if group.kronecker else "unitwise"
     form = "".join(f"_diagonal_{factor}" for factor in layers[0].diagonal)
     return f"{source}{kind}_{group.d_out}x{group.d_in}{form}"
 
 
 def _flops(group: Group, preconditioner: BlockPreconditioner) -> float:
     """Return the FLOPs for a group in each step."""
-    if group.owned:
+    if group.kronecker:
         return preconditioner.products * group.size * applied(group.shapes)
     return FLOPS_PER_ELEMENT * group.size * group.d_in * group.d_out
 
@@ -413,7 +415,7 @@ def _elements(group: Group) -> int:
 
 def _may_join(a: Group, b: Group, preconditioner: BlockPreconditioner) -> bool:
     """Return whether two groups with blocks of different shapes may become one."""
-    if a.owned and preconditioner.padding is None:
+    if a.kronecker and preconditioner.padding is None:
         return False
     kinds = set()
     for layer in (*a.layers, *b.layers):

@@ -96,7 +96,8 @@ class Cost(NamedTuple):
     Attributes:
       name: the group's name.
       blocks: number of blocks.
-      work: work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor.
+      work: work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor or
+        for `n` channels.
     """
 
     name: str
@@ -105,14 +106,13 @@ class Cost(NamedTuple):
 
 
 def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    """Return the costs of the groups whose blocks have owners."""
+    """Return the groups' costs."""
     costs = []
     for group in groups:
-        if group.owned:
-            work = 0
-            for size, *others in group.shapes.values():
-                work += size**3 if others else size
-            costs.append(Cost(group.name, group.size, work))
+        work = 0
+        for size, *others in group.shapes.values():
+            work += size**3 if others and group.kronecker else size
+        costs.append(Cost(group.name, group.size, work))
     return costs
 
 

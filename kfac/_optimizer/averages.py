@@ -24,7 +24,7 @@ from kfac._linalg import finite
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.exchange import StepContext, Vectors, join
 from kfac._optimizer.flat_state import block_of, with_parts
-from kfac._optimizer.state import KfacState, assignments_of, check_blocks
+from kfac._optimizer.state import KfacState, check_blocks
 from kfac._packing import pad_to_devices
 
 # A batch's statistics by group name: captured statistics with arrays `[k, ...]`, and for gradient factors the gradients
@@ -72,8 +72,8 @@ def observe_here(
         # A copy: outside `jit` both would be one buffer, which a step that donates its state may not receive twice.
         last = jnp.array(state.count)
         state = state._replace(last_statistics_step=last, due=jnp.zeros((), bool))
-    counts = [count_blocks(comm, state, left_out), count_blocks(comm, state, failed)]
-    skipped, failures = comm.total(jnp.stack(counts))
+    counts = [jnp.sum(join(flags.values())) for flags in (left_out, failed)]
+    skipped, failures = comm.total(jnp.stack(counts).astype(jnp.int32))
     # A block without a preconditioner keeps its gradient. So the first refresh counts only once all blocks took part,
     # otherwise a block with broken statistics would wait for a whole interval.
     refreshed &= (state.refreshed >= 0) | (skipped + failures == 0)
@@ -91,10 +91,13 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     comm = context.comm
     stacks = stack_gradients(context, factors.gradients)
     if not comm.alone:
-        # Gradients have a message of their own, because statistics may be sent in bfloat16.
-        packed = stack_packed(context, factors, comm.mean)
-        means = comm.means(packed, context.assignments)
-        return means | comm.means(stacks, context.assignments)
+        factors_of = stack_packed(context, factors, comm.mean)
+        # Kronecker factors have a message of their own, because they may be sent in bfloat16.
+        narrow = {n: x for n, x in factors_of.items() if isinstance(x, Packed)}
+        stacks = factors_of | stacks
+        wide = {n: x for n, x in stacks.items() if n not in narrow}
+        assignments = context.assignments
+        return comm.means(narrow, assignments) | comm.means(wide, assignments)
     for group in context.settings.groups:
         if group.captured:
             combined = {}
@@ -120,7 +123,7 @@ def stack_packed(
     factors: Factors,
     mean: Average | None = None,
 ) -> BatchStacks:
-    """Stack the captured statistics of all blocks, and pack the blocks that have owners.
+    """Stack the captured statistics of all blocks, and pack Kronecker factors.
 
     The factors of `Tied` statistics are not linear in their traces, nor the factors of `Ragged` statistics in their row
     counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
@@ -144,7 +147,7 @@ def stack_packed(
             block: Any = factors[layer.name]
             if group.padded:
                 block = group.with_padding(block.combined(mean))
-            if group.owned:
+            if group.kronecker:
                 shapes = group.shapes if group.padded else layer.side_shapes
                 packed = block.packed(tuple(shapes.values()), mean, dtype)
                 block = to_send(layer, packed, fill)
@@ -153,7 +156,7 @@ def stack_packed(
         if moments is not None:
             moments = fill(jnp.zeros((1, math.prod(moments)))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
-        if group.owned:
+        if group.kronecker:
             stack = Packed(stack, tuple(group.shapes.values()))
         stacks[group.name] = stack
     return stacks
@@ -228,13 +231,10 @@ def refresh_preconditioners(
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose refresh failed.
     """
-    assignments = assignments_of(state)
     wanted = {}
     none_failed = {}
     for name, block in state.blocks.items():
-        flags = block.weight > 0
-        if name in assignments:
-            flags &= comm.owns(assignments[name])
+        flags = (block.weight > 0) & comm.owns(state.settings.assignments[name])
         if needed is not None:
             flags &= needed
         wanted[name] = flags
@@ -286,13 +286,11 @@ def refresh_group(
     block = block_of(new, comm, name)
     preconditioner = group.preconditioner_of(state.settings.preconditioner)
     damping = state.observe_damping
-    if not group.owned:
+    if not group.kronecker:
         damping = damping * state.unitwise_damping_scale
     factors = block.factors
     if group.padded and preconditioner.padding is not None:
-        sizes = group.sizes()
-        if group.owned:
-            sizes = comm.take(sizes, state.owned[name].assignment)
+        sizes = comm.take(group.sizes(), state.settings.assignments[name])
         factors = group.filled(factors, sizes, preconditioner.padding)
     result = refresh(preconditioner, block.preconditioner, factors, wanted, damping)
     new = with_parts(
@@ -312,11 +310,4 @@ def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Basis]:
     for name in state.bases:
         block = block_of(state, comm, name)
         sent[name] = state.settings.preconditioner.basis(block.preconditioner)
-    return comm.gather(sent, assignments_of(state))
-
-
-def count_blocks(comm: CommContext, state: KfacState, flags: Vectors) -> Array:
-    """Count the flagged blocks of this device. Only the first device counts the blocks that all devices hold."""
-    first = jnp.asarray(lax.axis_index(comm.owner_axes) == 0)
-    counted = [x if name in state.owned else x & first for name, x in flags.items()]
-    return jnp.sum(join(counted), dtype=jnp.int32)
+    return comm.gather(sent, state.settings.assignments)

@@ -54,7 +54,7 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
         if not group.supports_ekfac:
             continue
         stack = state.bases.get(group.name)
-        blocks = state.owned[group.name].blocks
+        blocks = state.blocks[group.name]
         if stack is None and blocks.preconditioner is not None:
             stack = state.settings.preconditioner.basis(blocks.preconditioner)
         if stack is None:

@@ -22,7 +22,7 @@ from kfac._leaves import leaves_by_path, map_by_path
 from kfac._linalg import finite
 from kfac._mesh import PyTree
 from kfac._optimizer.options import Options
-from kfac._optimizer.state import KfacState, Settings, assignments_of
+from kfac._optimizer.state import KfacState, Settings
 
 # By group name: `[k]`, a number for each block, or matrices `[k, d_in, d_out]`.
 Vectors = dict[str, Array]
@@ -45,18 +45,12 @@ class StepContext:
     @functools.cached_property
     def assignments(self) -> dict[str, BlockAssignment]:
         """The assignment of each Kronecker group's blocks to devices."""
-        return assignments_of(self.state)
+        return self.state.settings.assignments
 
     @functools.cached_property
     def owns(self) -> Vectors:
-        """For each group `[positions]`: whether this device owns the block there; True for groups without owners."""
-        owns = {
-            name: self.comm.owns(assignment)
-            for name, assignment in self.assignments.items()
-        }
-        for group in self.settings.replicated:
-            owns[group.name] = jnp.ones(group.size, bool)
-        return owns
+        """For each group `[positions]`: whether this device owns the block there."""
+        return {name: self.comm.owns(x) for name, x in self.assignments.items()}
 
     def only_owned(self, name: str, stack: Array) -> Array:
         """Set the blocks of a stack that this device does not own to zero."""
@@ -75,29 +69,19 @@ class StepContext:
         return matrices
 
     def take(self, name: str, stack: PyTree) -> PyTree:
-        """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have.
-
-        A group without owners keeps all blocks.
-        """
-        if name not in self.assignments:
-            return stack
+        """Take this device's blocks from a group's stack `[blocks, ...]` that all devices have."""
         return self.comm.take(stack, self.assignments[name])
 
-    def products(self, a: Vectors, b: Vectors) -> tuple[Array, Array]:
-        """Return the inner product of `a` and `b` over this device's own blocks, and over the blocks that all hold."""
-        owned = replicated = jnp.zeros((), jnp.float32)
+    def product(self, a: Vectors, b: Vectors) -> Array:
+        """Return the inner product of `a` and `b` over this device's own blocks."""
+        total = jnp.zeros((), jnp.float32)
         for name, x in a.items():
-            product = x * b[name]
-            if name in self.assignments:
-                owned += jnp.sum(self.only_owned(name, product))
-            else:
-                replicated += jnp.sum(product)
-        return owned, replicated
+            total += jnp.sum(self.only_owned(name, x * b[name]))
+        return total
 
     def total_product(self, a: Vectors, b: Vectors) -> Array:
         """Return the inner product of `a` and `b` over all devices' blocks."""
-        owned, replicated = self.products(a, b)
-        return replicated + self.comm.total(owned)
+        return self.comm.total(self.product(a, b))
 
 
 class Gradients(NamedTuple):
@@ -106,7 +90,7 @@ class Gradients(NamedTuple):
     Attributes:
       tree: a tree like the parameters, without the leaves in `stacks`. If there are stacks, a number replaces each
         skipped leaf: 0 if the leaf is finite, otherwise NaN.
-      stacks: empty, except with `SplitGradients`. Then, for each group with owners, the owner's matrices
+      stacks: empty, except with `SplitGradients`. Then, for each group, the owner's matrices
         `[positions, d_in, d_out]`. Outside `shard_map`, the first axis covers all devices' positions.
     """
 
@@ -164,8 +148,7 @@ class WholeGradients(StepContext):
     ) -> tuple[Gradients, Array]:
         """Return the steps in the form of `updates`, and whether the step is usable in the gradients' dtypes."""
         groups = self.settings.groups
-        owned = {name: steps[name] for name in self.assignments}
-        steps = steps | self.comm.gather(owned, self.assignments)
+        steps = self.comm.gather(steps, self.assignments)
         starts = starts_of(groups)
         if self.comm.alone and self.options.set_lengths:
             usable, steps, starts = lax.platform_dependent(
@@ -192,13 +175,11 @@ class LocalGradients(WholeGradients):
 
     def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
         leaves = leaves_by_path(updates.tree)
-        rest = {p: x for p, x in leaves.items() if p not in self.settings.owned_paths}
-        # A single message for the leaves that all devices precondition.
-        leaves |= self.comm.mean(rest)
+        skipped = self.settings.layers.skipped_paths
+        leaves |= self.comm.mean({p: x for p, x in leaves.items() if p in skipped})
         tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
         matrices = self.stack(leaves, self.settings.groups)
-        owned = {name: matrices[name] for name in self.assignments}
-        matrices |= self.comm.means(owned, self.assignments)
+        matrices = self.comm.means(matrices, self.assignments)
         return Gradients(tree), matrices, self.total_product(matrices, matrices)
 
 
@@ -221,10 +202,10 @@ class SplitGradients(WholeGradients):
         params: Gradients,
         groups: Iterable[Group],
     ) -> Vectors:
-        replicated = [group for group in groups if not group.owned]
-        matrices = self.stack(leaves_by_path(params.tree), replicated)
-        for name, stack in params.stacks.items():
-            matrices[name] = stack.astype(self.state.blocks[name].weight.dtype)
+        matrices = {}
+        for group in groups:
+            dtype = self.state.blocks[group.name].weight.dtype
+            matrices[group.name] = params.stacks[group.name].astype(dtype)
         return matrices
 
     def send(
@@ -233,14 +214,13 @@ class SplitGradients(WholeGradients):
         steps: Vectors,
         usable: Array,
     ) -> tuple[Gradients, Array]:
-        replicated = self.settings.replicated
-        tree, narrowed = _split(updates.tree, replicated, steps, starts_of(replicated))
+        narrowed = []
         stacks = {}
         for name, old in updates.stacks.items():
             stacks[name] = steps[name].astype(old.dtype)
             if old.dtype != steps[name].dtype:
                 narrowed.append(self.only_owned(name, stacks[name]))
-        return Gradients(tree, stacks), usable & all_finite(narrowed)
+        return Gradients(updates.tree, stacks), usable & all_finite(narrowed)
 
 
 def all_finite(leaves: Iterable[Array], also: Array | bool = True) -> Array:

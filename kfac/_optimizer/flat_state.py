@@ -14,25 +14,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from kfac._distributed.comm import CommContext
-from kfac._distributed.owners import BlockAssignment, lay_out_rounds
-from kfac._factors import Kronecker, Packed
+from kfac._distributed.owners import lay_out_rounds
+from kfac._factors import Block, Statistics
 from kfac._mesh import PyTree, as_varying, varying_axes
 from kfac._optimizer.state import (
+    PARTS,
     BlockState,
     FlatState,
     Form,
     KfacState,
+    Settings,
     form_of,
-    with_blocks,
+    shapes_of,
 )
-from kfac._packing import flatten, padded_shape, unflatten
+from kfac._packing import flatten, unflatten
 
 
 def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
@@ -42,15 +43,13 @@ def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
     """
     blocks = state.blocks[name]
     parts = {}
-    for part in FlatState._fields:
-        places, length = _layout(state, part)
-        if name not in places:
+    for part in state.flat_state.vectors:
+        place, rows = _rows(state, part, name)
+        if place is None:
             continue
-        owned = state.owned[name]
-        rows = getattr(state.flat_state, part).reshape(-1, length)
-        owns = comm.owns(owned.assignment)[:, None]
-        flat = jnp.where(owns, rows[:, places[name]], 0)
-        shapes = getattr(owned.shapes, part)
+        owns = comm.owns(state.settings.assignments[name])[:, None]
+        flat = jnp.where(owns, rows[:, place], 0)
+        shapes = getattr(shapes_of(state)[name], part)
         if part == "factors":
             parts[part] = unflatten(flat, jax.eval_shape(_packed, shapes)).unpacked()
         else:
@@ -63,96 +62,87 @@ def with_parts(
 ) -> KfacState:
     """Return the state with new values for the given fields of a group's `BlockState`."""
     stacks = {}
+    vectors = dict(state.flat_state.vectors)
     for part, new in parts.items():
-        places, length = _layout(state, part)
-        if name not in places:
+        place, rows = _rows(state, part, name)
+        if place is None:
             stacks[part] = new
             continue
-        vector = getattr(state.flat_state, part)
-        rows = vector.reshape(-1, length)
-        old = rows[:, places[name]]
-        flat = flatten(_packed(new) if part == "factors" else new).astype(old.dtype)
-        owns = comm.owns(state.owned[name].assignment)[:, None]
+        old = rows[:, place]
+        flat = _flat(part, new).astype(old.dtype)
+        owns = comm.owns(state.settings.assignments[name])[:, None]
         flat = jnp.where(owns, flat, old)
         rows = as_varying(rows, varying_axes(flat))
-        rows = lax.dynamic_update_slice(rows, flat, (0, places[name].start))
-        vectors = {part: rows.reshape(-1)}
-        state = state._replace(flat_state=state.flat_state._replace(**vectors))
-    blocks = state.blocks
-    blocks[name] = blocks[name]._replace(**stacks)
-    return with_blocks(state, blocks)
+        rows = lax.dynamic_update_slice(rows, flat, (0, place.start))
+        vectors[part] = rows.reshape(-1)
+    blocks = state.blocks | {name: state.blocks[name]._replace(**stacks)}
+    flat_state = dataclasses.replace(state.flat_state, vectors=vectors)
+    return state._replace(blocks=blocks, flat_state=flat_state)
 
 
 def opened(state: KfacState, comm: CommContext) -> KfacState:
     """Return the state with all blocks in stacks."""
-    owned = {}
-    for name, old in state.owned.items():
-        blocks = block_of(state, comm, name)
-        owned[name] = dataclasses.replace(old, blocks=blocks, form=None)
-    return state._replace(owned=owned, flat_state=FlatState())
+    blocks = {name: block_of(state, comm, name) for name in state.blocks}
+    return state._replace(blocks=blocks, flat_state=FlatState({}, ()))
 
 
 def closed(state: KfacState, comm: CommContext) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the flat state: the inverse of `opened`."""
-    owned = dict(state.owned)
     moved = {}
-    for name, old in owned.items():
-        if old.assignment.full:
-            continue
-        moved[name] = {part: getattr(old.blocks, part) for part in FlatState._fields}
-        empty: PyTree = dict.fromkeys(FlatState._fields)
-        blocks = old.blocks._replace(**empty)
-        owned[name] = dataclasses.replace(old, blocks=blocks, form=form_of(old.blocks))
-    state = state._replace(owned=owned)
+    for name, assignment in state.settings.assignments.items():
+        if not assignment.full:
+            moved[name] = {part: getattr(state.blocks[name], part) for part in PARTS}
+    forms = tuple((name, form_of(state.blocks[name])) for name in moved)
     vectors = {}
-    for part in FlatState._fields:
-        places, length = _layout(state, part)
+    for part in PARTS:
+        places, length = _layout(state.settings, part, forms)
         if places:
-            new = [moved[name][part] for name in places]
+            new = jax.tree.leaves([moved[name][part] for name in places])
             # Outside `shard_map`, the stacks have a place for each device.
-            devices = len(jax.tree.leaves(new)[0])
-            dtype = jnp.result_type(*jax.tree.leaves(new))
-            vectors[part] = jnp.zeros(devices * length, dtype)
-    state = state._replace(flat_state=FlatState(**vectors))
+            vectors[part] = jnp.zeros(len(new[0]) * length, jnp.result_type(*new))
+    empty: PyTree = dict.fromkeys(PARTS)
+    blocks = {name: state.blocks[name]._replace(**empty) for name in moved}
+    state = state._replace(
+        blocks=state.blocks | blocks, flat_state=FlatState(vectors, forms)
+    )
     for name, parts in moved.items():
         state = with_parts(state, comm, name, **parts)
     return state
 
 
-def _layout(state: KfacState, part: str) -> tuple[dict[str, slice], int]:
+def _rows(state: KfacState, part: str, name: str) -> tuple[slice | None, Array]:
+    """Return a group's place in a vector of the flat state, and the vector with a row for each device.
+
+    The place is None if the vector does not hold the group.
+    """
+    flat = state.flat_state
+    if part not in flat.vectors:
+        return None, jnp.zeros(0)
+    places, length = _layout(state.settings, part, flat.forms)
+    return places.get(name), flat.vectors[part].reshape(-1, length)
+
+
+@functools.cache
+def _layout(
+    settings: Settings, part: str, forms: tuple[tuple[str, Form], ...]
+) -> tuple[dict[str, slice], int]:
     """Return the layout of a vector in the flat state, for the field `part` of `BlockState`.
 
     Returns:
       The place of each group in the vector, and the vector's length on a device.
     """
-    stored = []
-    if part in FlatState._fields:
-        for name, owned in state.owned.items():
-            if owned.form is not None:
-                stored.append((name, owned.form, owned.assignment))
-    return _layout_of(part, tuple(stored))
-
-
-@functools.cache
-def _layout_of(
-    part: str,
-    groups: tuple[tuple[str, Form, BlockAssignment], ...],
-) -> tuple[dict[str, slice], int]:
-    """Implement `_layout` for groups that are given as their names, forms and assignments."""
     sizes = {}
-    assignments = {}
-    for name, form, assignment in groups:
-        shapes = [
-            x.shape[1:]
-            for x in jax.tree.leaves(getattr(jax.tree.unflatten(*form), part))
-        ]
-        if part == "factors":
-            shapes = [padded_shape(shape) for shape in shapes]
-        if shapes:
-            sizes[name] = sum(map(math.prod, shapes))
-            assignments[name] = assignment
-    return lay_out_rounds(assignments, sizes)
+    for name, form in forms:
+        shapes = getattr(jax.tree.unflatten(*form), part)
+        if jax.tree.leaves(shapes):
+            flat = jax.eval_shape(functools.partial(_flat, part), shapes)
+            sizes[name] = flat.shape[1]
+    return lay_out_rounds(settings.assignments, sizes)
 
 
-def _packed(factors: Kronecker) -> Packed:
-    return factors.packed((factors.A.shape[1:], factors.G.shape[1:]))
+def _flat(part: str, tree: PyTree) -> Array:
+    return flatten(_packed(tree) if part == "factors" else tree)
+
+
+def _packed(factors: Block) -> Statistics:
+    return factors.packed(tuple(x.shape[1:] for x in jax.tree.leaves(factors)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
 from kfac._distributed.comm import CommContext
-from kfac._distributed.owners import assign_blocks, group_costs
 from kfac._mesh import PyTree, as_varying, axis_size, varying_axes
 from kfac._optimizer.flat_state import closed
 from kfac._optimizer.options import Options
@@ -17,7 +18,6 @@ from kfac._optimizer.state import (
     FlatState,
     KfacMetrics,
     KfacState,
-    Owned,
     PreconditionerState,
     Settings,
     match_leaves,
@@ -43,27 +43,22 @@ def init_state(
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     owner_axes = comm.owner_axes
     devices = axis_size(owner_axes) or 1
-    assignments = assign_blocks(group_costs(settings.groups), devices)
-    owned = {}
-    replicated = {}
+    settings = dataclasses.replace(settings, devices=devices)
+    blocks = {}
     bases = {}
     members = {}
     for group in settings.groups:
         name = group.name
         size = group.size
         members[name] = {group.members: jnp.full((), size, jnp.int32)}
-        if not group.owned:
-            replicated[name] = init_blocks(settings, options, group, size, dtype)
-            continue
-        assignment = assignments[name]
-        blocks = init_blocks(settings, options, group, assignment.slots, dtype)
-        owned[name] = Owned(blocks, assignment)
+        slots = settings.assignments[name].slots
+        blocks[name] = init_blocks(settings, options, group, slots, dtype)
         if devices > 1 and group.moments(settings.preconditioner):
             everywhere = init_preconditioner(settings, group, size, dtype)
             bases[name] = settings.preconditioner.basis(everywhere)
     if axis_size(owner_axes) is not None:
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
-        owned = as_varying(owned, varying_axes(lax.axis_index(owner_axes)))
+        blocks = as_varying(blocks, varying_axes(lax.axis_index(owner_axes)))
 
     def scalar(value, dtype=jnp.float32):
         return jnp.full((), value, dtype)
@@ -81,9 +76,8 @@ def init_state(
         observe_damping=scalar(0),
         unitwise_damping_scale=scalar(0),
         factor_ema_decay=scalar(0),
-        owned=owned,
-        flat_state=FlatState(),
-        replicated=replicated,
+        blocks=blocks,
+        flat_state=FlatState({}, ()),
         bases=bases,
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from kfac._checks import check
 from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
-from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
+from kfac._distributed.owners import BlockAssignment
 from kfac._factors import per_block
 from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
 from kfac._optimizer.flat_state import closed, opened
-from kfac._optimizer.state import (
-    FlatState,
-    KfacState,
-    Owned,
-    devices_of,
-    find_nodes,
-)
+from kfac._optimizer.state import KfacState, find_nodes
 
 
 def state_specs(
@@ -109,7 +102,7 @@ def _check_optimizer(tx: object) -> None:
 def state_spec(axis_name: AxisName) -> KfacState:
     """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
     specs: dict[str, Any] = dict.fromkeys(KfacState._fields, PartitionSpec())
-    specs["owned"] = specs["flat_state"] = PartitionSpec(axis_name)
+    specs["blocks"] = specs["flat_state"] = PartitionSpec(axis_name)
     return KfacState(**specs)
 
 
@@ -132,15 +125,18 @@ def gather_state(opt_state: Any) -> Any:
     """
     if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
 
-        def in_a_row(tree):
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        def in_a_row(node):
+            own = node.blocks, node.flat_state
+            own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
+            node = jax.tree.map(lambda x: x[0], node)
+            return node._replace(blocks=own[0], flat_state=own[1])
 
-        opt_state = on_nodes((Owned, FlatState), in_a_row, opt_state, lambda x: x[0])
+        opt_state = on_states(in_a_row, opt_state, lambda x: x[0])
 
     def gather(node):
-        for owned in node.owned.values():
-            assignment = owned.assignment
-            shape = owned.blocks.weight.shape
+        assignments = node.settings.assignments
+        for name, assignment in assignments.items():
+            shape = node.blocks[name].weight.shape
             expected = assignment.devices * assignment.slots
             if shape != (expected,):
                 raise ValueError(
@@ -148,11 +144,15 @@ def gather_state(opt_state: Any) -> Any:
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
         node = opened(replicated(node), Everywhere())
+        blocks = {}
+        for name, stack in node.blocks.items():
+            slots = assignments[name].block_to_slot
+            blocks[name] = jax.tree.map(lambda x, slots=slots: x[slots], stack)
         settings = dataclasses.replace(
-            node.settings, distribution=Distribution(), param_specs=()
+            node.settings, distribution=Distribution(), devices=1, param_specs=()
         )
         return node._replace(
-            owned={name: _gather_owned(owned) for name, owned in node.owned.items()},
+            blocks=blocks,
             # `scatter_state` recomputes the bases from the blocks.
             bases={},
             settings=settings,
@@ -194,39 +194,44 @@ def scatter_state(
     distribution = distribution or Distribution()
 
     def scatter(node):
-        if devices_of(node) > 1:
+        if node.settings.devices > 1:
             raise ValueError(
                 "portable must be what gather_state returns, but is a state for several devices"
             )
-        bases = {}
-        for name, owned in node.owned.items():
-            basis = node.settings.preconditioner.basis(owned.blocks.preconditioner)
-            if basis is not None and num_devices > 1:
-                bases[name] = basis
-        assignments = assign_blocks(group_costs(node.settings.groups), num_devices)
-        owned = {n: _scatter_owned(x, assignments[n]) for n, x in node.owned.items()}
         # As in a new state of the optimizer, whose layers know how the parameters are split here.
         settings = dataclasses.replace(
             node.settings,
             distribution=distribution,
+            devices=num_devices,
             param_specs=node.settings.layers.param_specs,
         )
-        node = node._replace(owned=owned, bases=bases, settings=settings)
+        bases = {}
+        blocks = {}
+        for group in settings.groups:
+            name = group.name
+            stack = node.blocks[name]
+            preconditioner = group.preconditioner_of(settings.preconditioner)
+            basis = preconditioner.basis(stack.preconditioner)
+            if basis is not None and num_devices > 1:
+                bases[name] = basis
+            blocks[name] = _in_slots(stack, settings.assignments[name])
+        node = node._replace(blocks=blocks, bases=bases, settings=settings)
         return closed(node, Everywhere())
 
     state = on_states(scatter, portable)
     if not pmap:
         return state
 
-    def by_device(tree):
-        return jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), tree)
+    def copies(x):
+        return jnp.broadcast_to(x, (num_devices, *x.shape))
 
-    return on_nodes(
-        (Owned, FlatState),
-        by_device,
-        state,
-        lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
-    )
+    def by_device(node):
+        own = node.blocks, node.flat_state
+        own = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), own)
+        node = jax.tree.map(copies, node)
+        return node._replace(blocks=own[0], flat_state=own[1])
+
+    return on_states(by_device, state, copies)
 
 
 def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
@@ -239,36 +244,28 @@ def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
     return states
 
 
-def on_nodes(
-    kind: type | tuple[type, ...],
-    fn: Callable[..., PyTree],
+def on_states(
+    fn: Callable[[KfacState], PyTree],
     tree: PyTree,
-    other: Callable[..., PyTree] = lambda leaf: leaf,
+    other: Callable[[PyTree], PyTree] = lambda leaf: leaf,
 ) -> PyTree:
-    """Map `fn` over the nodes of the given type or types in a tree, and `other` over all other leaves."""
+    """Map `fn` over the K-FAC states in a tree, and `other` over all other leaves."""
+
+    def is_state(node):
+        return isinstance(node, KfacState)
 
     def mapped(node):
-        return fn(node) if isinstance(node, kind) else other(node)
+        return fn(node) if is_state(node) else other(node)
 
-    return jax.tree.map(mapped, tree, is_leaf=lambda node: isinstance(node, kind))
-
-
-on_states = functools.partial(on_nodes, KfacState)
+    return jax.tree.map(mapped, tree, is_leaf=is_state)
 
 
-def _gather_owned(owned: Owned) -> Owned:
-    assignment = owned.assignment
-    whole = BlockAssignment(assignment.blocks, 1)
-    blocks = jax.tree.map(lambda x: x[assignment.block_to_slot], owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, assignment=whole)
-
-
-def _scatter_owned(owned: Owned, assignment: BlockAssignment) -> Owned:
+def _in_slots(stack: PyTree, assignment: BlockAssignment) -> PyTree:
+    """Put blocks `[blocks, ...]` into their slots `[devices * slots, ...]`. Empty slots are zero."""
     held = jnp.asarray(assignment.slot_mask.reshape(-1))
 
     def spread(x):
         dealt = x[assignment.slot_to_block]
         return jnp.where(per_block(held, dealt), dealt, 0)
 
-    blocks = jax.tree.map(spread, owned.blocks)
-    return dataclasses.replace(owned, blocks=blocks, assignment=assignment)
+    return jax.tree.map(spread, stack)

@@ -47,8 +47,6 @@ from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import (
     KfacState,
     Settings,
-    assignments_of,
-    devices_of,
     param_specs_of,
 )
 from kfac._optimizer.step import preconditioned_step
@@ -74,7 +72,7 @@ class ShardedStep:
     @functools.cached_property
     def assignments(self) -> dict[str, BlockAssignment]:
         """How each group's blocks are assigned to devices."""
-        return assignments_of(self.state)
+        return self.state.settings.assignments
 
     @functools.cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -133,26 +131,22 @@ class ShardedStep:
         """Run `observe_here` on every device; with `factors=None` refresh the preconditioners only."""
         states = state_spec(self.owner_axes)
         over = PartitionSpec(self.owner_axes)
-        everywhere = PartitionSpec()
-        specs: Any = everywhere
         stacks = None
         if factors is not None:
-            specs = {}
-            for group in self.settings.groups:
-                specs[group.name] = over if group.owned else everywhere
+            specs = dict.fromkeys(self.assignments, over)
             stacks = with_auto_axes(self.statistics_to_owners, specs)(factors)
         observe = jax.shard_map(
             functools.partial(observe_here, self.comm),
             mesh=self.mesh,
-            in_specs=(states, specs),
+            in_specs=(states, over),
             out_specs=states,
         )
         return observe(self.state, stacks)
 
     def owned(self, tree: PyTree) -> dict[str, Array]:
-        """Return the leaves that only their owners precondition, by path."""
-        leaves = leaves_by_path(tree)
-        return {p: leaf for p, leaf in leaves.items() if p in self.settings.owned_paths}
+        """Return the leaves that have an owner, by path."""
+        skipped = self.settings.layers.skipped_paths
+        return {p: x for p, x in leaves_by_path(tree).items() if p not in skipped}
 
     def is_split(self, updates: PyTree) -> bool:
         """Return whether each gradient is sent to its owner only, instead of being replicated.
@@ -164,7 +158,7 @@ class ShardedStep:
         if len({kinds[name] for name in self.owner_axes}) != 1:
             return False
         leaves = self.owned(updates)
-        if any(len(_dtypes(group, leaves)) > 1 for group in self.settings.owned):
+        if any(len(_dtypes(group, leaves)) > 1 for group in self.settings.groups):
             return False
         for path, leaf in leaves.items():
             if any(self.param_specs.get(path, jax.typeof(leaf).sharding.spec)):
@@ -172,10 +166,7 @@ class ShardedStep:
         return False
 
     def statistics_to_owners(self, factors: Factors) -> BatchStacks:
-        """Stack packed statistics and gradients for `observe_here`.
-
-        Blocks with owners lie in their owners' slots. The caller replicates blocks without owners.
-        """
+        """Stack packed statistics and gradients for `observe_here`, in their owners' slots."""
         gradients = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
         context = StepContext(self.settings, self.comm, self.state)
         stacks = stack_packed(context, factors) | stack_gradients(context, gradients)
@@ -209,7 +200,7 @@ class ShardedStep:
             return self.lying(matrix, None, *self.across(layer))
 
         stacks = {}
-        for group in self.settings.owned:
+        for group in self.settings.groups:
             dtype = jnp.result_type(*(_dtypes(group, owned) or [jnp.float32]))
             matrices = group.stack_matrices(owned, dtype, before_cut)
             stacks[group.name] = self.over_owners(
@@ -246,7 +237,7 @@ class ShardedStep:
     ) -> dict[str, Array]:
         """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
         leaves: dict[str, Array] = {}
-        for group in self.settings.owned:
+        for group in self.settings.groups:
             d_out, d_in = self.across(group.layers[0])
             places = self.assignments[group.name].block_to_slot
             # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves free, and
@@ -301,7 +292,7 @@ def mesh_to_open(
     tree: PyTree,
 ) -> tuple[CommContext, Mesh | AbstractMesh | None]:
     """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
-    sharded = distribution.axis is not None or devices_of(state) > 1
+    sharded = distribution.axis is not None or state.settings.devices > 1
     comm, mesh = distribution.comm(tree, sharded)
     if mesh is None or comm.owner_axes or AxisType.Explicit in mesh.axis_types:
         return comm, mesh

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import BlockAssignment
+from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
 from kfac._factors import Block, static
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
@@ -89,18 +89,6 @@ class BlockState(NamedTuple):
         return self.condition > 0
 
 
-class FlatState(NamedTuple):
-    """The blocks that a device owns in groups with fewer blocks than devices, concatenated into a vector per part.
-
-    Factors are packed as triangles, as in `Packed`. Outside `shard_map`, each vector concatenates all devices' vectors.
-    A field is None if there are no such groups, or if their blocks do not have this part.
-    """
-
-    factors: Array | None = None
-    preconditioner: Array | None = None
-    momentum_state: Array | None = None
-
-
 # The tree structure and the array shapes `[1, ...]` of a single block, as a hashable value.
 Form = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
@@ -112,23 +100,24 @@ def form_of(blocks: BlockState) -> Form:
     return structure, tuple(shapes)
 
 
+# The fields of a `BlockState` that `FlatState` stores.
+PARTS = ("factors", "preconditioner", "momentum_state")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Owned:
-    """The blocks of a group that this device owns. Outside `shard_map`, all devices' blocks, concatenated.
+class FlatState:
+    """The blocks that a device owns in groups with fewer blocks than devices, concatenated into a vector per part.
 
-    If the group has fewer blocks than devices, the parts that `FlatState` stores are None here. `form` then holds the
-    shapes for unpacking them.
+    Outside `shard_map`, each vector concatenates all devices' vectors.
+
+    Attributes:
+      vectors: a vector for each of `PARTS` that these blocks have. Factors are packed as triangles, as in `Packed`.
+      forms: the names of these groups, and the form of a block.
     """
 
-    blocks: BlockState
-    assignment: BlockAssignment = static()
-    form: Form | None = static(None)
-
-    @property
-    def shapes(self) -> BlockState:
-        """The shapes of a single block if `FlatState` stores the group's blocks; otherwise the blocks themselves."""
-        return self.blocks if self.form is None else jax.tree.unflatten(*self.form)
+    vectors: dict[str, Array]
+    forms: tuple[tuple[str, Form], ...] = static()
 
 
 @jax.tree_util.register_static
@@ -142,6 +131,7 @@ class Settings:
       distribution: how several devices are used.
       refreshes: whether `observe` refreshes preconditioners when it receives statistics.
       interval: the interval between statistics; None if it is an array.
+      devices: the number of devices to which blocks are dealt.
       param_specs: paths and `PartitionSpec`s of the parameters, if some are known to be split over a mesh's automatic
         axes. Arrays do not show this split under `jit`.
     """
@@ -151,6 +141,7 @@ class Settings:
     distribution: Distribution
     refreshes: bool
     interval: Interval | None = None
+    devices: int = 1
     param_specs: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @functools.cached_property
@@ -158,21 +149,10 @@ class Settings:
         """The layers' groups of equal block shape."""
         return group_layers(self.layers, self.preconditioner)
 
-    @property
-    def owned(self) -> tuple[Group, ...]:
-        """The groups whose blocks have owners."""
-        return tuple(group for group in self.groups if group.owned)
-
-    @property
-    def replicated(self) -> tuple[Group, ...]:
-        """The groups whose blocks all devices hold."""
-        return tuple(group for group in self.groups if not group.owned)
-
     @functools.cached_property
-    def owned_paths(self) -> frozenset[str]:
-        """The paths of the leaves whose blocks have owners."""
-        layers = [layer for group in self.owned for layer in group.layers]
-        return frozenset(path for layer in layers for path in layer.params)
+    def assignments(self) -> dict[str, BlockAssignment]:
+        """How each group's blocks are dealt to devices."""
+        return assign_blocks(group_costs(self.groups), self.devices)
 
     def __hash__(self) -> int:
         return self._hash
@@ -180,16 +160,7 @@ class Settings:
     @functools.cached_property
     def _hash(self) -> int:
         """The hash. It is cached because `jax.jit` uses it in each call."""
-        return hash(
-            (
-                self.layers,
-                self.preconditioner,
-                self.distribution,
-                self.refreshes,
-                self.interval,
-                self.param_specs,
-            )
-        )
+        return hash(tuple(getattr(self, x.name) for x in dataclasses.fields(self)))
 
 
 class KfacState(NamedTuple):
@@ -208,9 +179,12 @@ class KfacState(NamedTuple):
       observe_damping: the damping for the next `observe`, evaluated at `count`.
       unitwise_damping_scale: the factor on the damping for unit-wise and diagonal blocks, evaluated at `count`.
       factor_ema_decay: the decay of the running averages per step, evaluated at `count`.
-      owned: Kronecker blocks; each device holds its own blocks.
-      flat_state: flat vectors for groups in `owned` that have fewer blocks than devices.
-      replicated: unit-wise and diagonal blocks, the same on all devices.
+      blocks: the blocks that this device owns, as stacks of `k` blocks for each group. Outside `shard_map`, all
+        devices' blocks. Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays
+        `[k, ...]`), `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted`
+        (`[k]`, the step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks
+        than devices, the parts that `flat_state` stores are None.
+      flat_state: flat vectors for groups that have fewer blocks than devices.
       bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `EKFAC`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
@@ -228,27 +202,13 @@ class KfacState(NamedTuple):
     observe_damping: Array
     unitwise_damping_scale: Array
     factor_ema_decay: Array
-    owned: dict[str, Owned]
+    blocks: dict[str, BlockState]
     flat_state: FlatState
-    replicated: dict[str, BlockState]
     bases: dict[str, Any]
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
     settings: Settings
-
-    @property
-    def blocks(self) -> dict[str, BlockState]:
-        """All blocks that this device holds, both its own and the replicated blocks, as stacks of `k` blocks per group.
-
-        Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays `[k, ...]`),
-        `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted` (`[k]`, the
-        step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks than devices,
-        the parts that `flat_state` stores are None.
-        """
-        return {
-            name: owned.blocks for name, owned in self.owned.items()
-        } | self.replicated
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -273,9 +233,10 @@ class AdaptiveDampingState(NamedTuple):
     again: Array
 
 
-def assignments_of(state: KfacState) -> dict[str, BlockAssignment]:
-    """Return the assignment of blocks to devices, for each group whose blocks have owners."""
-    return {name: owned.assignment for name, owned in state.owned.items()}
+def shapes_of(state: KfacState) -> dict[str, BlockState]:
+    """Return all groups' blocks, or only their shapes if `flat_state` stores them."""
+    forms = {name: jax.tree.unflatten(*form) for name, form in state.flat_state.forms}
+    return state.blocks | forms
 
 
 def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
@@ -284,25 +245,6 @@ def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
     They come from `init`, or from `find_layers` if `init` found no split parameters.
     """
     return dict(state.settings.param_specs or state.settings.layers.param_specs)
-
-
-def devices_of(state: KfacState) -> int:
-    """Return the number of devices that the blocks are assigned to; 1 if no group has owners."""
-    return max(
-        (assignment.devices for assignment in assignments_of(state).values()), default=1
-    )
-
-
-def with_blocks(
-    state: KfacState,
-    blocks: dict[str, BlockState],
-) -> KfacState:
-    """Return the state with `blocks` in place of its blocks."""
-    owned = {
-        n: dataclasses.replace(old, blocks=blocks[n]) for n, old in state.owned.items()
-    }
-    replicated = {name: blocks[name] for name in state.replicated}
-    return state._replace(owned=owned, replicated=replicated)
 
 
 def match_leaves(
@@ -423,7 +365,7 @@ def blocks_of(
     for group in groups:
         blocks = state.blocks[group.name]
         # Several devices order their blocks differently.
-        if devices_of(state) > 1 or blocks.weight.ndim != 1:
+        if state.settings.devices > 1 or blocks.weight.ndim != 1:
             raise ValueError(
                 f"{argument} must be the state of one device: call kfac.state.gather_state on it"
             )
@@ -441,15 +383,13 @@ def check_state(
 ) -> None:
     """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
     check_blocks(state, devices)
-    if state.owned and state.settings.preconditioner != settings.preconditioner:
+    if state.settings.preconditioner != settings.preconditioner:
         raise ValueError(
             f"preconditioner={settings.preconditioner!r}, but the optimizer state is one for "
             f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
     adaptive = options.adaptive_layer_rates
-    blocks = {
-        name: owned.shapes for name, owned in state.owned.items()
-    } | state.replicated
+    blocks = shapes_of(state)
     for group in settings.groups:
         momentum, rate = blocks[group.name].momentum_state
         for option, expected, array in (
@@ -467,26 +407,24 @@ def check_state(
 def check_blocks(state: KfacState, devices: int) -> None:
     """Raise a `ValueError` if the state here does not hold one device's blocks for this number of devices."""
     check_devices(state, devices)
-    for owned in state.owned.values():
-        actual = owned.blocks.weight.shape[0]
-        expected = owned.assignment.slots
+    for name, assignment in state.settings.assignments.items():
+        actual = len(state.blocks[name].weight)
+        expected = assignment.slots
         if actual != expected:
             raise ValueError(
-                f"this device must get {expected} of the state's {owned.assignment.blocks} blocks of a shape, but gets "
+                f"this device must get {expected} of the state's {assignment.blocks} blocks of a shape, but gets "
                 f"{actual}: use kfac.state.state_specs for its in_specs and out_specs"
             )
 
 
 def check_groups(groups: Sequence[Group], state: KfacState) -> None:
     """Raise a `ValueError` if the state was initialised with other layers."""
-    actual = {}
-    for name, (names,) in state.members.items():
-        if name in state.owned:
-            size = state.owned[name].assignment.blocks
-        else:
-            size = state.replicated[name].weight.shape[-1]
-        actual[name] = f"{size} of {names}"
-    expected = {group.name: f"{group.size} of {group.members}" for group in groups}
+
+    def described(groups):
+        return {group.name: f"{group.size} of {group.members}" for group in groups}
+
+    actual = described(state.settings.groups)
+    expected = described(groups)
     for name in expected | actual:
         has = actual.get(name, "none")
         needs = expected.get(name, "none")
@@ -499,9 +437,9 @@ def check_groups(groups: Sequence[Group], state: KfacState) -> None:
 
 def check_devices(state: KfacState, devices: int) -> None:
     """Raise a `ValueError` if the state was initialised for another number of devices."""
-    if state.owned and devices_of(state) != devices:
+    if state.settings.devices != devices:
         raise ValueError(
-            f"the optimizer state is one for {devices_of(state)} device(s), but this runs on {devices}: initialise it "
-            "where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one from "
-            "kfac.state.gather_state to another number of devices"
+            f"the optimizer state is one for {state.settings.devices} device(s), but this runs on {devices}: "
+            "initialise it where the axis is bound, with the same distribution=; kfac.state.scatter_state moves one "
+            "from kfac.state.gather_state to another number of devices"
         )

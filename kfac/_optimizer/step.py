@@ -74,7 +74,7 @@ def preconditioned_step(
     # All devices have to agree before the next stages, which contain collectives.
     usable = device.comm.agree(all_finite(skipped, jnp.isfinite(square)))
     directions, advanced, angles = precondition(device, now, gradients)
-    norms = square, *device.products(directions, directions)
+    norms = square, device.product(directions, directions)
     steps, scale = clip(device, now, directions, gradients)
     steps, motions = add_momentum(device, now, steps, gradients, angles)
     if device.options.set_lengths:
@@ -83,7 +83,7 @@ def preconditioned_step(
         if motion.rate is not None:
             steps[name] = steps[name] * per_block(motion.rate, steps[name])
     steps = multiply(device, steps)
-    usable &= jnp.isfinite(sum(norms[1:]))
+    usable &= jnp.isfinite(norms[1])
     updates, usable = device.send(updates, steps, usable)
     metrics, usable = measure(device, now, advanced, motions, norms, scale, usable)
     state = commit(device, advanced, motions, usable)
@@ -213,14 +213,9 @@ def set_lengths(
     groups = device.settings.groups
     need_params = [x for x in groups if device.options.needs_params(x)]
     weights = device.receive_params(params, need_params)
-    owned: dict[str, Stack] = {}
-    replicated: dict[str, Stack] = {}
+    stacks = {}
     for group in groups:
         name = group.name
-        # Groups without owners have the same values on all devices. Joined with owned groups, whose values vary over
-        # devices, their results would be marked as varying as well.
-        apart = not group.owned and not device.comm.alone
-        stacks = replicated if apart else owned
         stacks[name] = build_stack(
             device,
             group,
@@ -228,8 +223,7 @@ def set_lengths(
             weights.get(name),
             gradients[name],
         )
-    normalized = normalize_step(owned, now.coefficient)
-    return normalized | normalize_step(replicated, now.coefficient)
+    return normalize_step(stacks, now.coefficient)
 
 
 def multiply(device: WholeGradients, steps: Vectors) -> Vectors:
@@ -265,7 +259,7 @@ def build_stack(
         kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
     else:
         kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
-    stack = Stack(steps, params, gradients, kernels, by_row=not group.owned)
+    stack = Stack(steps, params, gradients, kernels, by_row=not group.kronecker)
     pieces = np.repeat(
         [layer.pieces for layer in group.layers],
         [layer.copies for layer in group.layers],
@@ -301,8 +295,8 @@ def measure(
       now: the scalars of the step.
       advanced: the new states of preconditioners that own the momentum.
       motions: momenta and rates after the step.
-      norms: the squared norm of the gradient, and two squared norms of the preconditioned gradient: over the blocks
-        that this device owns, and over the blocks that all devices hold.
+      norms: the squared norm of the gradient, and the squared norm of the preconditioned gradient over the blocks that
+        this device owns.
       scale: the scale of the KL clip, 1 without a KL clip.
       usable: whether the step is usable on this device.
 
@@ -338,10 +332,10 @@ def measure(
     if rates:
         parts += [rates, reciprocal_rates]
     extremes = jnp.stack([jnp.max(join(part)).astype(jnp.float32) for part in parts])
-    square, owned, replicated = norms
-    owned = owned.astype(jnp.float32)
+    square, owned = norms
     # A single message sends both numbers.
-    refusals, owned = comm.total(jnp.stack([(~usable).astype(jnp.float32), owned]))
+    sent = jnp.stack([(~usable).astype(jnp.float32), owned.astype(jnp.float32)])
+    refusals, preconditioned = comm.total(sent)
     extremes = comm.largest(extremes)
     # The same on all devices, because later branches depend on it.
     usable = refusals == 0
@@ -353,7 +347,7 @@ def measure(
     new = metrics._replace(
         damping=jnp.where(usable, now.damping, metrics.damping),
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
-        preconditioned_norm=jnp.sqrt(owned + replicated.astype(jnp.float32)),
+        preconditioned_norm=jnp.sqrt(preconditioned),
         # In a rejected step, the new state of a preconditioner may not be finite.
         condition=jnp.where(usable, extremes[0], metrics.condition),
         # A rejected step does not count.

@@ -142,7 +142,7 @@ def find_kernels(
     parts = []
     for layer, count in zip(group.layers, group.counts, strict=True):
         is_table = spectral and layer.kind == "embedding"
-        is_kernel = group.owned and not is_table
+        is_kernel = group.kronecker and not is_table
         kernel_rows = layer.layouts[0].size("in")
         pieces = layer.num_blocks[0]
         rows_per_piece = math.ceil(layer.d_in / pieces)

@@ -343,7 +343,7 @@ def block_operator(
             unitwise_damping = damping_of_factors * state.unitwise_damping_scale
     blocks: dict[str, OperatorBlock] = {}
     for group, stack in stacks:
-        damping_of_group = damping_of_factors if group.owned else unitwise_damping
+        damping_of_group = damping_of_factors if group.kronecker else unitwise_damping
         blocks |= _decompose(group, stack, preconditioner, damping_of_group)
     in_order = {
         layer.name: blocks[layer.name] for layer in layers if layer.name in blocks
@@ -394,7 +394,7 @@ def _decompose(
     blocks = {}
     for layer, part in group.split(spectra):
         # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
-        if not group.owned:
+        if not group.kronecker:
             part = group.unstack(layer, part)
         blocks[layer.name] = part
     return blocks
@@ -450,9 +450,9 @@ def _preconditioner_for(
     state: KfacState, preconditioner: BlockPreconditioner | None
 ) -> BlockPreconditioner:
     """Return the preconditioner for an optimizer state, by default the state's own."""
-    of_state = (
-        state.settings.preconditioner if state.owned else preconditioner or Eigh()
-    )
+    of_state = state.settings.preconditioner
+    if not any(group.kronecker for group in state.settings.groups):
+        of_state = preconditioner or Eigh()
     if preconditioner is None:
         return of_state
     # The state's damping is in the units of its preconditioner, so the new one takes over `scale_damping`.

@@ -213,10 +213,6 @@ def estimate(
     costs = group_costs(groups)
     assignments = assign_blocks(costs, devices)
 
-    def all_reduced(size: int) -> float:
-        """Return the bytes that a device sends in an all-reduce."""
-        return 2 * (devices - 1) / devices * size
-
     def moved(sizes: Mapping[str, int]) -> int:
         """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
 
@@ -234,12 +230,12 @@ def estimate(
         _, length = lay_out_rounds(assignments, shares)
         return (devices - 1) * (width + length)
 
-    # The bytes of a block's gradient, statistics and basis, for each group of blocks with owners.
+    # The bytes of a block's gradient, statistics and basis, for each group.
     kernels: dict[str, int] = {}
     sent: dict[str, int] = {}
     bases: dict[str, int] = {}
     products = 0.0
-    reduced = stored = 0
+    stored = 0
     for group in groups:
         elements = 4 * group.d_in * group.d_out
         block, basis = jax.eval_shape(
@@ -247,13 +243,11 @@ def estimate(
         )
         size = _count_bytes(block) if group.captured else elements
         stored += group.size * size
-        if not group.owned:
-            reduced += group.size * size
-            continue
         kernels[group.name] = elements
         sent[group.name] = size
         bases[group.name] = _count_bytes(basis)
-        products += assignments[group.name].slots * applied(group.shapes)
+        if group.kronecker:
+            products += assignments[group.name].slots * applied(group.shapes)
     work = np.zeros(devices)
     for cost in costs:
         work += cost.work * np.sum(assignments[cost.name].slot_mask, axis=1)
@@ -271,9 +265,9 @@ def estimate(
         "refresh": preconditioner.flops_per_cube * float(max(work)),
     }
     messages = {
-        "gradients": all_reduced(gradients),
+        "gradients": 2 * (devices - 1) / devices * gradients,
         "preconditioning": moved(kernels),
-        "statistics": moved(sent) + all_reduced(reduced),
+        "statistics": moved(sent),
         "refresh": moved(bases),
     }
     memory = {
@@ -302,7 +296,7 @@ def _block(
     """Return a block's statistics, packed for `several` devices, and its basis, which all devices need."""
     block = group.zeros(1, jnp.float32, group.moments(preconditioner))
     basis = None
-    if group.owned:
+    if group.kronecker:
         basis = preconditioner.basis(preconditioner.init(block))
     if several:
         return block.packed(tuple(group.shapes.values())), basis
@@ -325,5 +319,5 @@ def _state_bytes(
     options = Options(preconditioner=preconditioner, momentum=0.9)
     settings = Settings(layers, preconditioner, Distribution(), True)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
-    own = _count_bytes((state.owned, state.flat_state))
-    return own // devices + _count_bytes((state.replicated, state.bases))
+    own = _count_bytes((state.blocks, state.flat_state))
+    return own // devices + _count_bytes(state.bases)

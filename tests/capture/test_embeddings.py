@@ -439,7 +439,7 @@ def test_preconditioning_is_that_of_the_dense_form(x64):
     for name in ("table", "other"):
         a, g = np.diag(factors[name].A), np.asarray(factors[name].G)
         np.testing.assert_allclose(updates[name], dense_step(params, grads[name], a, g, 2**-7), rtol=1e-8)
-    group = state.owned[f"kronecker_{D}x{V}_diagonal_A"].blocks
+    group = state.blocks[f"kronecker_{D}x{V}_diagonal_A"]
     assert group.factors.A.shape == (2, V) and group.preconditioner.G.shape == (2, D, D)
     assert np.isfinite(kfac.diagnostics(state)["condition"])
     # A row that is never looked up gets no gradient and no infinite step.
@@ -499,7 +499,7 @@ def test_devices_share_the_rows_of_a_table(preconditioner, split, x64):
         init = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=same, out_specs=specs))
         own = jax.shard_map(step, mesh=mesh, in_specs=(same, specs, over), out_specs=(same, specs))
         found, state = trained(jax.jit(own), params, init(params))
-    held = {shard.data.size for x in jax.tree.leaves(state[0].owned) for shard in x.addressable_shards}
+    held = {shard.data.size for x in jax.tree.leaves(state[0].blocks) for shard in x.addressable_shards}
     assert max(held) == 3 * 3_751 * 6  # no device has the head's whole momentum
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), found, expected)
     portable = jax.jit(kfac.state.gather_state)(state)

@@ -116,7 +116,7 @@ def test_in_float32_and_with_eigenvectors_in_bfloat16(precision, tolerance):
     tx = kfac.scale_by_kfac(layers, preconditioner=kfac.Eigh(precision), damping=0.3)
     state = tx.init(params)
     updates, state = jax.jit(lambda g, s: tx.update(g, kfac.observe(s, factors)))(gradients, state)
-    vectors = state.owned["kronecker_4x3"].blocks.preconditioner.A
+    vectors = state.blocks["kronecker_4x3"].preconditioner.A
     assert vectors.vectors.dtype == jnp.dtype(precision)
     assert vectors.values.dtype == jnp.float32
     for found, solved in zip(jax.tree.leaves(updates), dense_solves(layers, factors, gradients, 0.3), strict=True):

@@ -44,7 +44,7 @@ def stepper(tx):
 
 def kept(state):
     """Return the eigenvectors, eigenvalues and moments of the two dense layers, which form one group."""
-    blocks = state_of(state).owned["kronecker_4x4"].blocks
+    blocks = state_of(state).blocks["kronecker_4x4"]
     as_numpy = jax.tree.map(lambda x: np.asarray(x, np.float64), blocks)
     found = {}
     for k, name in enumerate(("first", "out")):
@@ -208,8 +208,8 @@ def test_several_devices_are_one(style, inverse_update_period):
     gather = jax.jit(kfac.state.gather_state)
     portable = gather(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
-    moments = state_of(portable).owned["kronecker_4x4"].blocks.preconditioner.moments
-    assert_close(moments, state_of(one).owned["kronecker_4x4"].blocks.preconditioner.moments, rtol=2e-3)
+    moments = state_of(portable).blocks["kronecker_4x4"].preconditioner.moments
+    assert_close(moments, state_of(one).blocks["kronecker_4x4"].preconditioner.moments, rtol=2e-3)
     # A scattered state has the same bases on three devices, and survives a round trip through two.
     for devices in (DEVICES, 2):
         scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")

@@ -86,7 +86,7 @@ def test_one_that_fails_keeps_the_last():
     tx = kfac.scale_by_kfac(layers(), preconditioner=Diagonal(power=0.5), damping=1e-6)
     _, state = jax.jit(lambda g, f: tx.update(g, kfac.observe(tx.init(initial()), f)))(grads, kfac.Factors(negative))
     assert kfac.diagnostics(state)["failed_inversions"] == 2
-    np.testing.assert_array_equal(state.owned["kronecker_4x4"].blocks.preconditioner, 1)
+    np.testing.assert_array_equal(state.blocks["kronecker_4x4"].preconditioner, 1)
 
 
 @pytest.mark.parametrize("transform", [kfac.scale_by_kfac, kfac.kfac])

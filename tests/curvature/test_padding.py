@@ -116,11 +116,11 @@ def test_filled_padding_stays_zero_outside_of_a_refresh(x64):
     _, _, state = trained(kfac_with(kfac.SOAP()))
     state = state_of(state)
     padded = [group for group in state.settings.groups if group.padded]
-    assert [group.owned for group in padded] == [True, True, False]
+    assert [group.kronecker for group in padded] == [True, True, False]
     for group in padded:
         block = state.blocks[group.name]
         for k, layer in enumerate(group.layers):
-            if not group.owned:
+            if not group.kronecker:
                 assert not jnp.any(block.factors.F[k, layer.d_out :])
                 continue
             kept = block.preconditioner
@@ -142,7 +142,7 @@ def test_group_layers_pads_only_where_it_pays(x64):
     # A preconditioner with a `refresh` of its own says itself whether it takes padding.
     for preconditioner in (Own(), kfac.EKFAC()):
         groups = group_layers(found(), preconditioner)
-        assert [group.padded for group in groups if group.owned] == [False] * 4
+        assert [group.padded for group in groups if group.kronecker] == [False] * 4
 
     def loss(params, x):
         return jnp.mean((x @ params["a"] @ params["b"] @ params["c"]) ** 2)

@@ -117,7 +117,7 @@ def test_until_the_first_refresh_gradients_pass_through():
     updates, state = jax.jit(observing(tx))(grads, jax.jit(tx.init)(initial()), factors=factors)
     assert_close(updates, grads)
     refreshed = state_of(jax.jit(kfac.observe)(state))
-    assert refreshed.replicated["unitwise_4x2"].condition[0] > 0
+    assert refreshed.blocks["unitwise_4x2"].condition[0] > 0
     assert state_of(state).refreshed == -1 and refreshed.refreshed == 1
 
 

@@ -26,7 +26,7 @@ DECAY = 0.8
 
 def basis(state):
     """Return the eigenvectors of the two dense layers, which form one group."""
-    eigen = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
+    eigen = state_of(state).blocks["kronecker_4x4"].preconditioner
     return {
         name: [np.asarray(side[k], np.float64) for side in (eigen.A, eigen.G)]
         for k, name in enumerate(("first", "out"))
@@ -58,7 +58,7 @@ def test_steps_against_numpy(inverse_update_period, relative):
         updates, state = update(grads, state, factors=factors if t % 2 == 0 else None)
         share = (1 - DECAY) / (DECAY * weight + 1 - DECAY)
         weight = DECAY * weight + 1 - DECAY
-        factors = state_of(state).owned["kronecker_4x4"].blocks.factors
+        factors = state_of(state).blocks["kronecker_4x4"].factors
         for k, (name, (a, g)) in enumerate(basis(state).items()):
             squares = (g.T @ matrices(grads)[name] @ a) ** 2
             if t > 0:
@@ -203,7 +203,7 @@ def test_bases_are_kept_in_float32_and_applied_in_bfloat16():
         history(kfac.scale_by_kfac(LAYERS, preconditioner=kfac.SOAP(precision)))[-1]
         for precision in ("float32", "bfloat16")
     )
-    kept = [state_of(state).owned["kronecker_4x4"].blocks.preconditioner for state in (wide, narrow)]
+    kept = [state_of(state).blocks["kronecker_4x4"].preconditioner for state in (wide, narrow)]
     assert_equal((kept[0].A, kept[0].G), (kept[1].A, kept[1].G))
     assert_close(updates, expected, rtol=0.1)
     assert problem.differ(updates, expected)
@@ -235,7 +235,7 @@ def test_several_devices_are_one(inverse_update_period):
     assert_close(updates, expected, rtol=2e-4)
     portable = jax.jit(kfac.state.gather_state)(state)
     assert jax.tree.structure(portable) == jax.tree.structure(one)
-    assert_close(*(state_of(s).owned["kronecker_4x4"].blocks.preconditioner[2:] for s in (portable, one)), rtol=2e-3)
+    assert_close(*(state_of(s).blocks["kronecker_4x4"].preconditioner[2:] for s in (portable, one)), rtol=2e-3)
     again = jax.jit(lambda state: kfac.state.gather_state(kfac.state.scatter_state(state, 2)))(portable)
     assert_equal(again, portable)
 
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_not_finite_leaves_moments_alone():
     state = jax.jit(kfac.observe)(state, factors)  # may reorder the moments
     _, after = jax.jit(tx.update)(bad, state, problem.initial())
     assert kfac.diagnostics(after)["skipped_steps"] == 1
-    assert_equal(*(state_of(s).owned["kronecker_4x4"].blocks.preconditioner[2:] for s in (after, state)))
+    assert_equal(*(state_of(s).blocks["kronecker_4x4"].preconditioner[2:] for s in (after, state)))
 
 
 def test_a_factor_that_is_kept_as_its_diagonal(monkeypatch):
@@ -310,7 +310,7 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
         trace = {name: decay * m + new[name] for name, m in trace.items()}
         ahead = {name: decay * m + new[name] for name, m in trace.items()}
         stack = np.stack([ahead["first"], ahead["out"]])
-        blocks = state_of(kept).owned["kronecker_4x4"].blocks.preconditioner
+        blocks = state_of(kept).blocks["kronecker_4x4"].preconditioner
         expected = dict(zip(("first", "out"), divided(preconditioner, blocks, stack, damping), strict=True))
         for name, step in {**matrices(updates), "offset": updates["offset"]}.items():
             np.testing.assert_allclose(step, -rate * expected.get(name, ahead[name]), rtol=1e-3, atol=1e-5)
@@ -342,7 +342,7 @@ def test_diagnostics_has_the_condition_of_the_matrix_that_a_step_multiplies_by(r
         if t < 3:
             state = kfac.observe(state, factors)
         state = update(grads, state, params)[1]
-    blocks = state_of(state).owned["kronecker_4x4"].blocks.preconditioner
+    blocks = state_of(state).blocks["kronecker_4x4"].preconditioner
     units = np.eye(16).reshape(16, 1, 4, 4)
     columns = np.stack([divided(preconditioner, blocks, unit, damping) for unit in units])
     conditions = [np.linalg.cond(columns[:, k].reshape(16, 16)) for k in range(2)]

@@ -200,8 +200,8 @@ def test_several_devices_are_one(style, widths):
     params, data, layers, expected, state = one_device(widths, tuple(options.items()))
     found, sharded_state = STYLES[style](params, data, layers, options, DEVICES)
     assert_close(found, expected)
-    assert {own.assignment.devices for own in sharded_state[0].owned.values()} == {DEVICES}
-    assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].owned, state[0].owned, 2e-4)
+    assert sharded_state[0].settings.devices == DEVICES
+    assert_close(jax.jit(kfac.state.gather_state)(sharded_state)[0].blocks, state[0].blocks, 2e-4)
 
 
 @pytest.mark.slow
@@ -322,13 +322,13 @@ def test_a_device_that_sees_nan_hangs_nobody():
     broken = (batch[0].at[1, 0, 0].set(jnp.nan), batch[1])
     after = jax.tree.map(np.asarray, step(state, params, broken))
     assert (after.count == before.count).all() and (after.metrics.skipped_steps == 1).all()
-    for name in before.owned:
+    for name in before.blocks:
         jax.tree.map(
             np.testing.assert_array_equal,
-            after.owned[name].blocks.preconditioner,
-            before.owned[name].blocks.preconditioner,
+            after.blocks[name].preconditioner,
+            before.blocks[name].preconditioner,
         )
-        jax.tree.map(np.testing.assert_array_equal, after.owned[name].blocks.factors, before.owned[name].blocks.factors)
+        jax.tree.map(np.testing.assert_array_equal, after.blocks[name].factors, before.blocks[name].factors)
     # The next batch is finite, so the next step counts.
     following = step(jax.tree.map(jnp.asarray, after), params, batch)
     assert (np.asarray(following.count) == before.count + 1).all()

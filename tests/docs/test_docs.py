@@ -239,7 +239,7 @@ def test_reduced_precision_keeps_what_the_page_says():
     state = jax.jit(kfac.observe)(tx.init(params), factors)
     updates, state = jax.jit(tx.update)(grads, state, params)
     assert {x.dtype for x in jax.tree.leaves((updates, factors))} == {jnp.dtype("float32")}
-    stored = [own.blocks.preconditioner for own in state[0].owned.values()]
+    stored = [blocks.preconditioner for blocks in state[0].blocks.values()]
     assert {x.dtype for x in jax.tree.leaves(stored)} == {jnp.dtype("bfloat16")}
 
 

@@ -3,7 +3,6 @@
 Each gives an error, and the checkpoint is not lost.
 """
 
-import dataclasses
 import gc
 import shutil
 import warnings
@@ -180,10 +179,7 @@ def test_a_checkpoint_of_the_averages_alone_gets_its_inverses_from_observe(tmp_p
         kept = checkpointer.restore(tmp_path / "half", kept)
     fresh = tx.init(params)
     fresh = fresh._replace(
-        owned={
-            k: dataclasses.replace(own, blocks=with_averages(own.blocks, kept[k])) for k, own in fresh.owned.items()
-        },
-        replicated={name: with_averages(blocks, kept[name]) for name, blocks in fresh.replicated.items()},
+        blocks={name: with_averages(blocks, kept[name]) for name, blocks in fresh.blocks.items()},
     )
     step, refresh = stepper(tx), jax.jit(kfac.observe)
     for statistics in (measured(2)[1], None):  # `observe` inverts with or without statistics

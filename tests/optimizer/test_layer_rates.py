@@ -36,12 +36,12 @@ def steps(tx, number, params=None):
 
 
 def rates(state):
-    return np.asarray(state_of(state).owned[GROUP].blocks.momentum_state.rate)
+    return np.asarray(state_of(state).blocks[GROUP].momentum_state.rate)
 
 
 def in_basis(state, matrices_):
     """Return the members' matrices in a state's eigenbasis, `[k, d_in, d_out]`."""
-    kept = state_of(state).owned[GROUP].blocks.preconditioner
+    kept = state_of(state).blocks[GROUP].preconditioner
     stack = np.stack([np.asarray(matrices_[name], np.float64) for name in MEMBERS])
     a, g = (np.asarray(side, np.float64) for side in (kept.A, kept.G))
     return np.swapaxes(a, 1, 2) @ np.swapaxes(stack, 1, 2) @ g
@@ -61,7 +61,7 @@ def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
     tx = kfac.kfac(0.05, LAYERS, preconditioner=kfac.SOAP("float32"), inverse_update_period=100)
     for t, (grads, before, updates, after) in enumerate(steps(tx, WARMUP + 4)):
         if t >= WARMUP:
-            soap = state_of(before).owned[GROUP].blocks.preconditioner
+            soap = state_of(before).blocks[GROUP].preconditioner
             average, trace = (np.asarray(x, np.float64) for x in (soap.squares, soap.momentum))
             last = trace / np.sqrt(average + 1e-4 * average.mean((1, 2), keepdims=True))
             expected = followed(rates(before), cosines(last, in_basis(after, matrices(grads))))
@@ -78,7 +78,7 @@ def test_soap_follows_the_angle_to_the_last_direction_in_the_eigenbasis():
 def test_other_inverses_follow_the_angle_to_the_momentum():
     tx = kfac.kfac(0.05, LAYERS, preconditioner=kfac.Cholesky())
     for t, (grads, before, _, after) in enumerate(steps(tx, 5)):
-        momentum = np.asarray(state_of(before).owned[GROUP].blocks.momentum_state.momentum, np.float64)
+        momentum = np.asarray(state_of(before).blocks[GROUP].momentum_state.momentum, np.float64)
         stack = np.stack([matrices(grads)[name].T for name in MEMBERS])
         expected = followed(rates(before), cosines(momentum, stack)) if t else 1  # there is no momentum yet
         np.testing.assert_allclose(rates(after), expected, rtol=1e-4)

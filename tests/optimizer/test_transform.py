@@ -630,8 +630,8 @@ def test_what_is_sent_between_devices(option):
     messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather)".*?: \(tensor<(\w+)>\) ->'
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == statistics + before + DIRECTIONS + after
-    assignment = state.owned["kronecker_4x4"].assignment
-    assert (assignment.blocks, assignment.devices, assignment.owners) == (2, 2, ())
+    assignment = state.settings.assignments["kronecker_4x4"]
+    assert (assignment.blocks, assignment.devices, assignment.rest) == (2, 2, 0)
     assert not state.bases
 
 

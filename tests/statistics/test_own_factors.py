@@ -105,7 +105,7 @@ def averages(state, layers):
     for group, block in blocks_of(state, layers, "state"):
         for name in group.shapes:
             for layer, own in group.split(getattr(block.factors, name)):
-                found.setdefault(layer.name, {})[name] = np.asarray(own if group.owned else own[0])
+                found.setdefault(layer.name, {})[name] = np.asarray(own if group.kronecker else own[0])
     return found
 
 
