@@ -106,14 +106,20 @@ class CommContext:
         if not self.owner_axes or not own:
             return dict(own)
         flat = {name: flatten(stack) for name, stack in own.items()}
-        blocks = self._gather(flat, assignments)
+        tracked = varying_axes(lax.axis_index(self.owner_axes))
+        to = "invarying" if tracked else "varying"
+        blocks = self._gather(flat, assignments, to)
         return {name: unflatten(x, own[name]) for name, x in blocks.items()}
 
-    def _gather(self, owned: Stacks, assignments: BlockAssignments) -> Stacks:
-        """Gather each device's `[positions, elements]` to all blocks `[blocks, elements]` on all devices."""
+    def _gather(self, owned: Stacks, assignments: BlockAssignments, to: str) -> Stacks:
+        """Gather each device's `[positions, elements]` to all blocks `[blocks, elements]` on all devices.
+
+        Args:
+          owned: this device's blocks. Empty positions may have any numbers.
+          assignments: how each group is dealt to devices.
+          to: whether `shard_map` marks the result as `"invarying"` or as `"varying"` over devices.
+        """
         owners = self.owner_axes
-        # If `shard_map` tracks varying axes, mark the result as replicated.
-        to = "invarying" if varying_axes(lax.axis_index(owners)) else "varying"
         gathered: dict[str, list[Array]] = {}
         shares = {}
         for name, x in owned.items():
@@ -124,9 +130,14 @@ class CommContext:
                 gathered[name].append(lax.all_gather(full, owners, tiled=True, to=to))
             if assignment.rest:
                 last = jnp.where(self.owns(assignment)[-1], x[-1:], 0)
-                shares[name] = self._shares(last)[:, 0]
+                last = pad_end(last, -last.shape[1] % self.devices)
+                shares[name] = last.reshape(self.devices, -1)
         if shares:
-            places, rows = self._rows(shares, assignments)
+            sizes = {name: x.shape[1] for name, x in shares.items()}
+            places, length = lay_out_rounds(assignments, sizes)
+            dtype = jnp.result_type(*shares.values())
+            rows = jnp.zeros((self.devices, length), dtype)
+            rows = as_varying(rows, varying_axes(shares))
             for name, share in shares.items():
                 # In each round, all groups but one add zeros.
                 new = rows[:, places[name]] + share
@@ -146,50 +157,18 @@ class CommContext:
     def _sums(self, blocks: Stacks, assignments: BlockAssignments) -> Stacks:
         """Sum blocks `[blocks, elements]` over devices, and return this device's blocks `[positions, elements]`.
 
-        This is the inverse of `_gather`. A device without a remainder block has zeros at the last position.
+        This is the transpose of `_gather`: its all-gathers become reduce-scatters. Empty positions get zeros.
         """
-        owners = self.owner_axes
-        owned: dict[str, list[Array]] = {}
-        shares = {}
+        own = {}
         for name, x in blocks.items():
-            assignment = assignments[name]
-            full, rest = jnp.split(x, [assignment.full * assignment.devices])
-            owned[name] = []
-            if assignment.full:
-                owned[name].append(lax.psum_scatter(full, owners, tiled=True))
-            if assignment.rest:
-                shares[name] = self._shares(rest)
-        if shares:
-            flat = [x.reshape(len(x), -1) for x in shares.values()]
-            share = lax.psum_scatter(jnp.concatenate(flat, axis=1), owners)
-            places, rows = self._rows(shares, assignments)
-            for (name, x), part in zip(
-                shares.items(), cut(share, [x.shape[1] for x in flat]), strict=True
-            ):
-                start = (assignments[name].first, places[name].start)
-                part = part.reshape(x.shape[1:])
-                rows = lax.dynamic_update_slice(rows, part, start)
-            rows = lax.all_to_all(rows, owners, 0, 0, tiled=True)
-            for name in shares:
-                last = rows[:, places[name]].reshape(1, -1)[:, : blocks[name].shape[1]]
-                last = jnp.where(self.owns(assignments[name])[-1], last, 0)
-                owned[name].append(last)
-        return {name: jnp.concatenate(parts) for name, parts in owned.items()}
-
-    def _shares(self, blocks: Array) -> Array:
-        """Cut blocks `[blocks, elements]` into shares `[devices, blocks, elements of a share]`."""
-        x = pad_end(blocks, -blocks.shape[1] % self.devices)
-        return x.reshape(len(x), self.devices, -1).swapaxes(0, 1)
-
-    def _rows(
-        self, shares: Stacks, assignments: BlockAssignments
-    ) -> tuple[dict[str, slice], Array]:
-        """Return each group's place in a row, and zeros with a row for each device."""
-        sizes = {name: x.shape[-1] for name, x in shares.items()}
-        places, length = lay_out_rounds(assignments, sizes)
-        dtype = jnp.result_type(*shares.values())
-        rows = jnp.zeros((self.devices, length), dtype)
-        return places, as_varying(rows, varying_axes(shares))
+            shape = (assignments[name].slots, x.shape[1])
+            own[name] = jnp.zeros(shape, x.dtype)
+        axes = varying_axes((blocks, lax.axis_index(self.owner_axes)))
+        own, blocks = as_varying((own, blocks), axes)
+        (sums,) = jax.linear_transpose(
+            lambda own: self._gather(own, assignments, "varying"), own
+        )(blocks)
+        return sums
 
     def means(
         self,
@@ -237,10 +216,6 @@ class CommContext:
     def largest(self, x: Array) -> Array:
         """Return the maximum over the owners' axes."""
         return _reduce(lax.pmax, x, self.owner_axes)
-
-    def agree(self, flag: Array) -> Array:
-        """Return whether a flag is set on all devices along the owners' axes."""
-        return _reduce(lax.pmin, flag.astype(jnp.int32), self.owner_axes) > 0
 
     def check(
         self,

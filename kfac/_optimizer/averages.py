@@ -19,9 +19,9 @@ from kfac._curvature.kronecker import to_send
 from kfac._curvature.preconditioner import averaged
 from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
-from kfac._factors import Average, Basis, Factors, Packed
+from kfac._factors import Average, Factors, Packed
 from kfac._linalg import finite
-from kfac._mesh import as_varying, device_axes, varying_axes
+from kfac._mesh import device_axes
 from kfac._optimizer.exchange import StepContext, Vectors, join
 from kfac._optimizer.flat_state import block_of, with_parts
 from kfac._optimizer.state import KfacState, check_blocks
@@ -58,8 +58,8 @@ def observe_here(
     failed: Vectors = {}
     refreshed = jnp.zeros((), bool)
     if batch is None:
-        state, failed = refresh_preconditioners(comm, state)
         refreshed = state.last_statistics_step >= 0
+        state, failed = refresh_preconditioners(comm, state, refreshed)
     else:
         if isinstance(batch, Factors):
             comm.check("factors", batch)
@@ -89,24 +89,13 @@ def observe_here(
 def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     comm = context.comm
-    stacks = stack_gradients(context, factors.gradients)
-    if not comm.alone:
-        factors_of = stack_packed(context, factors, comm.mean)
-        # Kronecker factors have a message of their own, because they may be sent in bfloat16.
-        narrow = {n: x for n, x in factors_of.items() if isinstance(x, Packed)}
-        stacks = factors_of | stacks
-        wide = {n: x for n, x in stacks.items() if n not in narrow}
-        assignments = context.assignments
-        return comm.means(narrow, assignments) | comm.means(wide, assignments)
-    for group in context.settings.groups:
-        if group.captured:
-            combined = {}
-            for layer in group.layers:
-                block = factors[layer.name].combined()
-                combined[layer.name] = group.with_padding(block)
-            moments = group.moments(context.settings.preconditioner)
-            stacks[group.name] = group.stack_factors(Factors(combined), moments)
-    return stacks
+    stacks = stack_statistics(context, factors, comm.mean)
+    stacks |= stack_gradients(context, factors.gradients)
+    # Kronecker factors have a message of their own, because they may be sent in bfloat16.
+    narrow = {n: x for n, x in stacks.items() if isinstance(x, Packed)}
+    wide = {n: x for n, x in stacks.items() if n not in narrow}
+    assignments = context.assignments
+    return comm.means(narrow, assignments) | comm.means(wide, assignments)
 
 
 def stack_gradients(
@@ -118,47 +107,49 @@ def stack_gradients(
     return dict(context.stack(gradients, groups))
 
 
-def stack_packed(
+def stack_statistics(
     context: StepContext,
     factors: Factors,
     mean: Average | None = None,
 ) -> BatchStacks:
-    """Stack the captured statistics of all blocks, and pack Kronecker factors.
+    """Stack the captured statistics of all blocks. On several devices, pack Kronecker factors.
 
     The factors of `Tied` statistics are not linear in their traces, nor the factors of `Ragged` statistics in their row
     counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
     then equals the statistics that a single device computes from the whole batch.
     """
     settings = context.settings
+    alone = context.comm.alone
     # All blocks share a message. Over a mesh, it was sent with the statistics.
     narrow = settings.distribution.communication_dtype == "bfloat16" and device_axes()
     dtype = jnp.bfloat16 if narrow else None
 
     def fill(flat):
         # Over a mesh all vectors are padded.
-        return flat if device_axes() else pad_to_devices(flat)
+        return flat if device_axes() or alone else pad_to_devices(flat)
 
     stacks: BatchStacks = {}
     for group in settings.groups:
         if not group.captured:
             continue
+        packs = group.kronecker and not alone
         sent = {}
         for layer in group.layers:
             block: Any = factors[layer.name]
-            if group.padded:
+            if group.padded or alone:
                 block = group.with_padding(block.combined(mean))
-            if group.kronecker:
+            if packs:
                 shapes = group.shapes if group.padded else layer.side_shapes
                 packed = block.packed(tuple(shapes.values()), mean, dtype)
                 block = to_send(layer, packed, fill)
             sent[layer.name] = block
         moments = group.moments(settings.preconditioner)
-        if moments is not None:
+        if moments is not None and packs:
             moments = fill(jnp.zeros((1, math.prod(moments)))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
-        if group.kronecker:
-            stack = Packed(stack, tuple(group.shapes.values()))
         stacks[group.name] = stack
+        if packs:
+            stacks[group.name] = Packed(stack, tuple(group.shapes.values()))
     return stacks
 
 
@@ -217,97 +208,72 @@ def update_ema(context: StepContext, stacks: BatchStacks) -> tuple[KfacState, Ve
 def refresh_preconditioners(
     comm: CommContext,
     state: KfacState,
-    needed: Array | None = None,
+    needed: Array,
 ) -> tuple[KfacState, Vectors]:
-    """Refresh the preconditioners of this device's blocks that have statistics, and the bases that all devices hold.
+    """Refresh the preconditioners of this device's blocks that have statistics.
 
     XLA updates the stacks in place.
 
     Args:
       comm: how blocks are distributed over devices, and the communication between the devices.
       state: the state before.
-      needed: a scalar flag that says whether to refresh, equal on all devices. None means True.
+      needed: a scalar flag that says whether to refresh, equal on all devices.
 
     Returns:
       The new state, and for each group a mask `[k]` of the blocks whose refresh failed.
     """
-    wanted = {}
-    none_failed = {}
-    for name, block in state.blocks.items():
-        flags = (block.weight > 0) & comm.owns(state.settings.assignments[name])
-        if needed is not None:
-            flags &= needed
-        wanted[name] = flags
-        zeros = jnp.zeros(flags.shape, bool)
-        none_failed[name] = as_varying(zeros, varying_axes(flags))
-
-    def refresh_all(start):
-        new = start[0]
-        failed = {}
-        for group in state.settings.groups:
-            flags = wanted[group.name]
-            new, failed[group.name] = refresh_group(comm, group, state, new, flags)
-        return new._replace(bases=gather_bases(comm, new)), failed
-
-    start = state, none_failed
-    if needed is None:
-        return refresh_all(start)
 
     # A loop with at most one iteration. For a conditional, XLA would copy all arrays that may change, here all
     # preconditioners in every step. It does not copy the arrays that a loop changes. In a step without changes, the
     # host reads one predicate for a loop as well as for a conditional.
     def once(now):
-        needed, start = now
-        return needed & False, refresh_all(start)
+        needed, new, _ = now
+        failed = {}
+        for group in new.settings.groups:
+            new, failed[group.name] = refresh_group(comm, group, new)
+        return needed & False, new, failed
 
-    return lax.while_loop(lambda now: now[0], once, (needed, start))[1]
+    # No weight is negative. The comparison varies over the same devices as the result.
+    none_failed = {name: block.weight < 0 for name, block in state.blocks.items()}
+    start = needed, state, none_failed
+    _, state, failed = lax.while_loop(lambda now: now[0], once, start)
+    return state, failed
 
 
 def refresh_group(
     comm: CommContext,
     group: Group,
     state: KfacState,
-    new: KfacState,
-    wanted: Array,
 ) -> tuple[KfacState, Array]:
     """Refresh the preconditioners of a group.
 
     Args:
       comm: how blocks are distributed over devices, and the communication between the devices.
       group: the group.
-      state: the state before the refresh.
-      new: the state with the groups that are already refreshed.
-      wanted: which blocks to refresh, `[k]`.
+      state: the state before.
 
     Returns:
-      `new` with this group refreshed, and a mask `[k]` of the blocks whose refresh failed.
+      The new state, and a mask `[k]` of the blocks whose refresh failed.
     """
     name = group.name
-    block = block_of(new, comm, name)
+    block = block_of(state, comm, name)
+    assignment = state.settings.assignments[name]
+    wanted = (block.weight > 0) & comm.owns(assignment)
     preconditioner = group.preconditioner_of(state.settings.preconditioner)
     damping = state.observe_damping
     if not group.kronecker:
         damping = damping * state.unitwise_damping_scale
     factors = block.factors
     if group.padded and preconditioner.padding is not None:
-        sizes = comm.take(group.sizes(), state.settings.assignments[name])
+        sizes = comm.take(group.sizes(), assignment)
         factors = group.filled(factors, sizes, preconditioner.padding)
     result = refresh(preconditioner, block.preconditioner, factors, wanted, damping)
-    new = with_parts(
-        new,
+    state = with_parts(
+        state,
         comm,
         name,
         preconditioner=result.preconditioner,
         condition=jnp.where(result.valid, result.condition, block.condition),
         inverted=jnp.where(result.valid, state.count, block.inverted),
     )
-    return new, wanted & ~result.valid
-
-
-def gather_bases(comm: CommContext, state: KfacState) -> dict[str, Basis]:
-    """Gather the eigenvectors of blocks with moments from their owners to all devices."""
-    sent = {}
-    for name in state.bases:
-        block = block_of(state, comm, name)
-        sent[name] = state.settings.preconditioner.basis(block.preconditioner)
-    return comm.gather(sent, state.settings.assignments)
+    return state, wanted & ~result.valid

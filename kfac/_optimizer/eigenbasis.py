@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import one_by_one
+from kfac._distributed.comm import CommContext
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
-from kfac._optimizer.state import check_groups, find_state
+from kfac._mesh import on_mesh
+from kfac._optimizer.flat_state import block_of
+from kfac._optimizer.reshard import state_spec
+from kfac._optimizer.sharded_step import mesh_to_open
+from kfac._optimizer.state import KfacState, check_groups, find_state
 
 
+@on_mesh
 def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
     """Return the eigenvectors of the factors, for the argument `basis` of `value_and_grad`.
 
@@ -50,26 +59,43 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
     state = find_state(source, "source")
     groups = group_layers(layers, state.settings.preconditioner)
     check_groups(groups, state)
+    if state.count.ndim:
+        raise ValueError(
+            "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
+        )
+    comm, mesh = mesh_to_open(state.settings.distribution, state, state)
+    gather = functools.partial(_gathered, comm)
+    if mesh is not None:
+        specs = state_spec(comm.owner_axes)
+        everywhere = PartitionSpec()
+        gather = jax.shard_map(
+            gather, mesh=mesh, in_specs=(specs,), out_specs=everywhere
+        )
+    stacks = gather(state)
     for group in groups:
         if not group.supports_ekfac:
             continue
-        stack = state.bases.get(group.name)
-        blocks = state.blocks[group.name]
-        if stack is None and blocks.preconditioner is not None:
-            stack = state.settings.preconditioner.basis(blocks.preconditioner)
-        if stack is None:
+        if group.name not in stacks:
             raise ValueError(
                 "source must be a state with preconditioner=kfac.EKFAC(), but is one with "
                 f"{state.settings.preconditioner!r}"
             )
-        if stack.A.shape[0] != group.size:
-            raise ValueError(
-                "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
-            )
-        for layer, part in group.split(stack):
+        for layer, part in group.split(stacks[group.name]):
             if layer.supports_ekfac:
                 basis[layer.name] = group.unstack(layer, part)
     return basis
+
+
+def _gathered(comm: CommContext, state: KfacState) -> dict[str, Basis]:
+    """Return the eigenvectors of blocks with moments, on all devices."""
+    bases = {}
+    for group in state.settings.groups:
+        preconditioner = group.preconditioner_of(state.settings.preconditioner)
+        block = block_of(state, comm, group.name)
+        basis = preconditioner.basis(block.preconditioner)
+        if basis is not None:
+            bases[group.name] = basis
+    return comm.gather(bases, state.settings.assignments)
 
 
 def _eigenvectors(factor: Array) -> Array:

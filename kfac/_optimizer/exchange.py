@@ -88,8 +88,8 @@ class Gradients(NamedTuple):
     """Gradients, parameters or updates.
 
     Attributes:
-      tree: a tree like the parameters, without the leaves in `stacks`. If there are stacks, a number replaces each
-        skipped leaf: 0 if the leaf is finite, otherwise NaN.
+      tree: a tree like the parameters. If there are stacks, a number for each skipped leaf instead, by path: 0 if the
+        leaf is finite, otherwise NaN.
       stacks: empty, except with `SplitGradients`. Then, for each group, the owner's matrices
         `[positions, d_in, d_out]`. Outside `shard_map`, the first axis covers all devices' positions.
     """
@@ -117,19 +117,14 @@ class WholeGradients(StepContext):
 
     options: Options
 
-    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
+    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors]:
         """Receive the gradients of the blocks that this device preconditions.
 
         Returns:
-          The updates, averaged over devices, except for leaves that only owners precondition; the gradients as matrices
-          `[k, d_in, d_out]` by group; and the squared norm of all devices' blocks.
+          The updates, with skipped leaves averaged over devices, and the gradients as matrices `[k, d_in, d_out]` by
+          group.
         """
-        matrices = self.stack(leaves_by_path(updates.tree), self.settings.groups)
-        square = jnp.zeros((), jnp.float32)
-        for x in matrices.values():
-            square += jnp.sum(x * x)
-        own = {name: self.take(name, x) for name, x in matrices.items()}
-        return updates, own, square
+        return updates, self.receive_params(updates, self.settings.groups)
 
     def receive_params(
         self,
@@ -158,8 +153,12 @@ class WholeGradients(StepContext):
                 cpu=_if_usable,
                 default=lambda *same: same,
             )
-        tree, narrowed = _split(updates.tree, groups, steps, starts)
-        return Gradients(tree), usable & all_finite(narrowed)
+        new: dict[str, Array] = {}
+        for group in groups:
+            new |= group.split_matrices(steps[group.name], starts)
+        new, fits = narrowed(new, leaves_by_path(updates.tree))
+        tree = map_by_path(lambda path, leaf: new.get(path, leaf), updates.tree)
+        return Gradients(tree), usable & fits
 
 
 class LocalGradients(WholeGradients):
@@ -173,14 +172,13 @@ class LocalGradients(WholeGradients):
         device 1: 0 1 2 3 / \ 2 3 /   and gather  \ 0 1 2 3
     """
 
-    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
+    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors]:
         leaves = leaves_by_path(updates.tree)
         skipped = self.settings.layers.skipped_paths
         leaves |= self.comm.mean({p: x for p, x in leaves.items() if p in skipped})
         tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
         matrices = self.stack(leaves, self.settings.groups)
-        matrices = self.comm.means(matrices, self.assignments)
-        return Gradients(tree), matrices, self.total_product(matrices, matrices)
+        return Gradients(tree), self.comm.means(matrices, self.assignments)
 
 
 class SplitGradients(WholeGradients):
@@ -192,10 +190,6 @@ class SplitGradients(WholeGradients):
         device 0: 0 1 -- 0 1 -- precondition -- 0 1
         device 1: 2 3 -- 2 3 -- precondition -- 2 3
     """
-
-    def receive(self, updates: Gradients) -> tuple[Gradients, Vectors, Array]:
-        matrices = self.receive_params(updates, self.settings.groups)
-        return updates, matrices, self.total_product(matrices, matrices)
 
     def receive_params(
         self,
@@ -214,13 +208,24 @@ class SplitGradients(WholeGradients):
         steps: Vectors,
         usable: Array,
     ) -> tuple[Gradients, Array]:
-        narrowed = []
-        stacks = {}
-        for name, old in updates.stacks.items():
-            stacks[name] = steps[name].astype(old.dtype)
-            if old.dtype != steps[name].dtype:
-                narrowed.append(self.only_owned(name, stacks[name]))
-        return Gradients(updates.tree, stacks), usable & all_finite(narrowed)
+        own = {name: self.only_owned(name, x) for name, x in steps.items()}
+        stacks, fits = narrowed(own, updates.stacks)
+        return Gradients(updates.tree, stacks), usable & fits
+
+
+def narrowed(
+    steps: Mapping[str, Array],
+    gradients: Mapping[str, Array],
+) -> tuple[dict[str, Array], Array]:
+    """Cast steps to their gradients' dtypes, and return whether they are finite in narrower dtypes."""
+    cast = {}
+    changed = []
+    for name, gradient in gradients.items():
+        if name in steps:
+            cast[name] = steps[name].astype(gradient.dtype)
+            if gradient.dtype != steps[name].dtype:
+                changed.append(cast[name])
+    return cast, all_finite(changed)
 
 
 def all_finite(leaves: Iterable[Array], also: Array | bool = True) -> Array:
@@ -232,33 +237,6 @@ def all_finite(leaves: Iterable[Array], also: Array | bool = True) -> Array:
 def starts_of(groups: Iterable[Group]) -> dict[int, Array]:
     """Return the starts for `Group.split_matrices`."""
     return {start: jnp.int32(start) for group in groups for start in group.starts}
-
-
-def _split(
-    tree: PyTree,
-    groups: Iterable[Group],
-    steps: Vectors,
-    starts: Mapping[int, Array],
-) -> tuple[PyTree, list[Array]]:
-    """Put the steps of some groups into a tree of gradients.
-
-    Returns:
-      The tree, and its leaves with a narrower dtype than the steps. A finite step may be too large for this dtype.
-    """
-    new: dict[str, Array] = {}
-    for group in groups:
-        new |= group.split_matrices(steps[group.name], starts)
-    narrowed = []
-
-    def replace(path, leaf):
-        if path not in new:
-            return leaf
-        step = new[path].astype(leaf.dtype)
-        if step.dtype != new[path].dtype:
-            narrowed.append(step)
-        return step
-
-    return map_by_path(replace, tree), narrowed
 
 
 def _if_usable(usable: Array, *stacks: PyTree) -> PyTree:

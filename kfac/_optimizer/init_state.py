@@ -45,7 +45,6 @@ def init_state(
     devices = axis_size(owner_axes) or 1
     settings = dataclasses.replace(settings, devices=devices)
     blocks = {}
-    bases = {}
     members = {}
     for group in settings.groups:
         name = group.name
@@ -53,9 +52,6 @@ def init_state(
         members[name] = {group.members: jnp.full((), size, jnp.int32)}
         slots = settings.assignments[name].slots
         blocks[name] = init_blocks(settings, options, group, slots, dtype)
-        if devices > 1 and group.moments(settings.preconditioner):
-            everywhere = init_preconditioner(settings, group, size, dtype)
-            bases[name] = settings.preconditioner.basis(everywhere)
     if axis_size(owner_axes) is not None:
         # Mark the blocks as varying over devices if `shard_map` checks this. `lax.axis_index` varies only if it does.
         blocks = as_varying(blocks, varying_axes(lax.axis_index(owner_axes)))
@@ -78,7 +74,6 @@ def init_state(
         factor_ema_decay=scalar(0),
         blocks=blocks,
         flat_state=FlatState({}, ()),
-        bases=bases,
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,
         metrics=KfacMetrics(**metrics),

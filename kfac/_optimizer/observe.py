@@ -113,4 +113,4 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
     comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
     if mesh is None:
         return observe_here(comm, state, factors)
-    return ShardedStep(settings, comm, mesh, state).observe(factors)
+    return ShardedStep(settings, comm, state, mesh).observe(factors)

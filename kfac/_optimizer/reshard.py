@@ -153,8 +153,6 @@ def gather_state(opt_state: Any) -> Any:
         )
         return node._replace(
             blocks=blocks,
-            # `scatter_state` recomputes the bases from the blocks.
-            bases={},
             settings=settings,
         )
 
@@ -205,17 +203,10 @@ def scatter_state(
             devices=num_devices,
             param_specs=node.settings.layers.param_specs,
         )
-        bases = {}
         blocks = {}
-        for group in settings.groups:
-            name = group.name
-            stack = node.blocks[name]
-            preconditioner = group.preconditioner_of(settings.preconditioner)
-            basis = preconditioner.basis(stack.preconditioner)
-            if basis is not None and num_devices > 1:
-                bases[name] = basis
-            blocks[name] = _in_slots(stack, settings.assignments[name])
-        node = node._replace(blocks=blocks, bases=bases, settings=settings)
+        for name, assignment in settings.assignments.items():
+            blocks[name] = _in_slots(node.blocks[name], assignment)
+        node = node._replace(blocks=blocks, settings=settings)
         return closed(node, Everywhere())
 
     state = on_states(scatter, portable)

@@ -201,7 +201,7 @@ class Transformation:
             check_devices(
                 state, math.prod(mesh.shape[name] for name in comm.owner_axes)
             )
-            meshed = ShardedStep(self.settings, comm, mesh, state)
+            meshed = ShardedStep(self.settings, comm, state, mesh)
             updates, state = meshed.step(self.options, updates, params, now)
             return updates, self.prepared(state)
         form = LocalGradients if varying_axes(updates) else WholeGradients

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -32,7 +31,7 @@ from kfac._optimizer.averages import (
     BatchStacks,
     observe_here,
     stack_gradients,
-    stack_packed,
+    stack_statistics,
 )
 from kfac._optimizer.exchange import (
     Gradients,
@@ -54,25 +53,14 @@ from kfac._optimizer.step_scaling import StepScalars
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedStep:
+class ShardedStep(StepContext):
     """The step and `observe` over a mesh.
 
     Attributes:
-      settings: the layers and how their blocks are preconditioned.
-      comm: how blocks are distributed over devices, and the communication between the devices.
       mesh: the mesh.
-      state: the state before the step or the `observe`.
     """
 
-    settings: Settings
-    comm: CommContext
     mesh: Mesh | AbstractMesh
-    state: KfacState
-
-    @functools.cached_property
-    def assignments(self) -> dict[str, BlockAssignment]:
-        """How each group's blocks are assigned to devices."""
-        return self.state.settings.assignments
 
     @functools.cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -168,8 +156,7 @@ class ShardedStep:
     def statistics_to_owners(self, factors: Factors) -> BatchStacks:
         """Stack packed statistics and gradients for `observe_here`, in their owners' slots."""
         gradients = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
-        context = StepContext(self.settings, self.comm, self.state)
-        stacks = stack_packed(context, factors) | stack_gradients(context, gradients)
+        stacks = stack_statistics(self, factors) | stack_gradients(self, gradients)
         for name, assignment in self.assignments.items():
             stacks[name] = self.over_owners(stacks[name], assignment)
         return stacks
@@ -177,21 +164,19 @@ class ShardedStep:
     def to_owners(self, tree: PyTree) -> Gradients:
         """Stack gradients or parameters.
 
-        Blocks with owners lie in their owners' slots. All other leaves are replicated. A scalar replaces each skipped
-        leaf: 0 if the leaf is finite, otherwise NaN.
+        Blocks lie in their owners' slots. The tree has a scalar for each skipped leaf: 0 if the leaf is finite,
+        otherwise NaN.
         """
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
         tree = map_by_path(self.like_param, tree)
         owned = self.owned(tree)
-
-        def rest(path, leaf):
-            if path in self.settings.layers.skipped_paths:
-                return jnp.where(finite(leaf, 0), 0.0, jnp.nan)
-            return optax.MaskedNode() if path in owned else leaf
-
+        flags = {}
+        for path, leaf in leaves_by_path(tree).items():
+            if path not in owned:
+                flags[path] = replicated(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
         stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
-        return Gradients(replicated(map_by_path(rest, tree)), stacks)
+        return Gradients(flags, stacks)
 
     def stack_owned(self, owned: dict[str, Array]) -> dict[str, Array]:
         """Stack the leaves that only their owners precondition, in their owners' slots."""
@@ -219,14 +204,10 @@ class ShardedStep:
         """
         owned = self.owned(updates)
         split = with_auto_axes(lambda stacks: self.split_owned(stacks, owned), owned)
-        dealt = split(new.stacks)
-        rest = leaves_by_path(new.tree)
+        steps = split(new.stacks)
 
         def back(path, leaf):
-            if path in self.settings.layers.skipped_paths:
-                return leaf
-            leaf = dealt[path] if path in dealt else reshard_like(rest[path], leaf)
-            return self.like_param(path, leaf)
+            return self.like_param(path, steps[path]) if path in steps else leaf
 
         return map_by_path(back, updates)
 

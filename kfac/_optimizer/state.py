@@ -185,7 +185,6 @@ class KfacState(NamedTuple):
         (`[k]`, the step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks
         than devices, the parts that `flat_state` stores are None.
       flat_state: flat vectors for groups that have fewer blocks than devices.
-      bases: eigenvectors of blocks with moments, the same on all devices. Empty on a single device or without `EKFAC`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
@@ -204,7 +203,6 @@ class KfacState(NamedTuple):
     factor_ema_decay: Array
     blocks: dict[str, BlockState]
     flat_state: FlatState
-    bases: dict[str, Any]
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics

@@ -66,13 +66,13 @@ def preconditioned_step(
     device = exchange(state)
     check_state(device.settings, device.options, device.comm.devices, state)
     device.comm.check("updates", updates.tree)
-    updates, gradients, square = device.receive(updates)
+    updates, gradients = device.receive(updates)
     leaves = leaves_by_path(updates.tree)
     skipped = [
         x for p, x in leaves.items() if p in device.settings.layers.skipped_paths
     ]
-    # All devices have to agree before the next stages, which contain collectives.
-    usable = device.comm.agree(all_finite(skipped, jnp.isfinite(square)))
+    square = device.total_product(gradients, gradients)
+    usable = all_finite(skipped, jnp.isfinite(square))
     directions, advanced, angles = precondition(device, now, gradients)
     norms = square, device.product(directions, directions)
     steps, scale = clip(device, now, directions, gradients)

@@ -88,7 +88,7 @@ class Estimate:
       inverse_update_period: the interval between refreshes, in steps.
       flops: FLOPs of the busiest device, by part.
       messages: bytes that a device sends, by part: the all-reduce of the gradients, the gather of the preconditioned
-        gradients, the statistics on the way to the blocks' owners, and `EKFAC`'s new bases.
+        gradients, the statistics on the way to the blocks' owners, and `EKFAC`'s bases.
       memory: bytes of a device: `"parameters"`, `"gradients"`, `"state"` (averages, preconditioners, momentum) and
         `"statistics"` of a step, which are packed on several devices. Activations are not included.
     """
@@ -267,8 +267,8 @@ def estimate(
     messages = {
         "gradients": 2 * (devices - 1) / devices * gradients,
         "preconditioning": moved(kernels),
-        "statistics": moved(sent),
-        "refresh": moved(bases),
+        "statistics": moved(sent) + moved(bases),
+        "refresh": 0.0,
     }
     memory = {
         "parameters": gradients,
@@ -320,4 +320,4 @@ def _state_bytes(
     settings = Settings(layers, preconditioner, Distribution(), True)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
     own = _count_bytes((state.blocks, state.flat_state))
-    return own // devices + _count_bytes(state.bases)
+    return own // devices

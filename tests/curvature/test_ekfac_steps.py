@@ -201,7 +201,7 @@ def on_one_device(inverse_update_period):
     ],
 )
 def test_several_devices_are_one(style, inverse_update_period):
-    """Check three devices, each with a third of the examples, all bases, and the moments of the blocks that it owns."""
+    """Check three devices, each with a third of the examples and the moments of the blocks that it owns."""
     updates, state = whole(style, {"inverse_update_period": inverse_update_period, "interval_warmup_steps": 1})
     expected, one = on_one_device(inverse_update_period)
     assert_close(updates, expected, rtol=2e-4)
@@ -210,12 +210,10 @@ def test_several_devices_are_one(style, inverse_update_period):
     assert jax.tree.structure(portable) == jax.tree.structure(one)
     moments = state_of(portable).blocks["kronecker_4x4"].preconditioner.moments
     assert_close(moments, state_of(one).blocks["kronecker_4x4"].preconditioner.moments, rtol=2e-3)
-    # A scattered state has the same bases on three devices, and survives a round trip through two.
+    # A scattered state survives a round trip through two devices.
     for devices in (DEVICES, 2):
         scatter = functools.partial(kfac.state.scatter_state, num_devices=devices, pmap=style == "pmap")
         scattered = jax.jit(scatter)(portable)
-        if devices == DEVICES:
-            assert_equal(state_of(scattered).bases, jax.tree.map(jnp.asarray, state_of(state).bases))
         assert_equal(gather(scattered), portable)
 
 

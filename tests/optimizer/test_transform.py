@@ -632,7 +632,6 @@ def test_what_is_sent_between_devices(option):
     assert re.findall(messages, program, flags=re.DOTALL) == statistics + before + DIRECTIONS + after
     assignment = state.settings.assignments["kronecker_4x4"]
     assert (assignment.blocks, assignment.devices, assignment.rest) == (2, 2, 0)
-    assert not state.bases
 
 
 def test_without_an_axis_nothing_is_sent():

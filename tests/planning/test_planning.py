@@ -100,7 +100,7 @@ def test_its_memory_is_that_of_the_state(preconditioner, devices):
     def size(tree):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
-    held = size((state.blocks, state.flat_state)) // devices + size(state.bases)
+    held = size((state.blocks, state.flat_state)) // devices
     assert kfac.planning.estimate(layers, devices=devices, preconditioner=preconditioner).memory["state"] == held
 
 
