@@ -33,7 +33,7 @@ class Distribution:
     uses all axes of the parameters' mesh, otherwise of the mesh that is set. `jax.pmap`, and `jax.shard_map` without
     its check, need `axis_name`.
 
-    Every Kronecker block has an owner among the devices. Each device computes statistics for its share of the batch.
+    Every block has an owner among the devices. Each device computes statistics for its share of the batch.
     Owners receive the means of these statistics as upper triangles. They keep the running averages, refresh the
     preconditioners, and precondition the gradients of their blocks. Then all devices gather the results.
 

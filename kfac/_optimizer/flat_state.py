@@ -80,14 +80,8 @@ def with_parts(
     return state._replace(blocks=blocks, flat_state=flat_state)
 
 
-def opened(state: KfacState, comm: CommContext) -> KfacState:
-    """Return the state with all blocks in stacks."""
-    blocks = {name: block_of(state, comm, name) for name in state.blocks}
-    return state._replace(blocks=blocks, flat_state=FlatState({}, ()))
-
-
 def closed(state: KfacState, comm: CommContext) -> KfacState:
-    """Move the blocks of groups with fewer blocks than devices into the flat state: the inverse of `opened`."""
+    """Move the blocks of groups with fewer blocks than devices into the flat state."""
     moved = {}
     for name, assignment in state.settings.assignments.items():
         if not assignment.full:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kfac._checks import check
@@ -17,8 +18,8 @@ from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import per_block
 from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
-from kfac._optimizer.flat_state import closed, opened
-from kfac._optimizer.state import KfacState, find_nodes
+from kfac._optimizer.flat_state import block_of, closed
+from kfac._optimizer.state import FlatState, KfacState, find_nodes
 
 
 def state_specs(
@@ -36,7 +37,7 @@ def state_specs(
       axis_name: the optimizer's axis of devices. If `Distribution(owner_axes=...)` names axes, pass these axes instead.
 
     Returns:
-      A tree prefix of the state. It splits Kronecker blocks along the axis and replicates everything else.
+      A tree prefix of the state. It splits blocks along the axis and replicates everything else.
 
     Raises:
       ValueError: if `tx` is not an optimizer.
@@ -58,7 +59,7 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         with jax.set_mesh(mesh):
             opt_state = jax.jit(tx.init, out_shardings=kfac.state.shardings(tx, params))(params)
 
-    Kronecker blocks are split over their owners. Everything else is replicated.
+    Blocks are split over their owners. Everything else is replicated.
 
     Args:
       tx: the optimizer: `kfac`, or any chain or wrapper around it.
@@ -124,14 +125,9 @@ def gather_state(opt_state: Any) -> Any:
         blocks.
     """
     if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
-
-        def in_a_row(node):
-            own = node.blocks, node.flat_state
-            own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
-            node = jax.tree.map(lambda x: x[0], node)
-            return node._replace(blocks=own[0], flat_state=own[1])
-
-        opt_state = on_states(in_a_row, opt_state, lambda x: x[0])
+        opt_state = _each_array(
+            opt_state, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0]
+        )
 
     def gather(node):
         assignments = node.settings.assignments
@@ -143,17 +139,17 @@ def gather_state(opt_state: Any) -> Any:
                     f"opt_state must hold the {expected} blocks of all {assignment.devices} devices in a row, but has "
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
-        node = opened(replicated(node), Everywhere())
+        node = replicated(node)
         blocks = {}
-        for name, stack in node.blocks.items():
-            slots = assignments[name].block_to_slot
+        for name, assignment in assignments.items():
+            slots = assignment.block_to_slot
+            stack = block_of(node, Everywhere(), name)
             blocks[name] = jax.tree.map(lambda x, slots=slots: x[slots], stack)
         settings = dataclasses.replace(
             node.settings, distribution=Distribution(), devices=1, param_specs=()
         )
         return node._replace(
-            blocks=blocks,
-            settings=settings,
+            blocks=blocks, flat_state=FlatState({}, ()), settings=settings
         )
 
     return on_states(gather, opt_state)
@@ -212,17 +208,11 @@ def scatter_state(
     state = on_states(scatter, portable)
     if not pmap:
         return state
-
-    def copies(x):
-        return jnp.broadcast_to(x, (num_devices, *x.shape))
-
-    def by_device(node):
-        own = node.blocks, node.flat_state
-        own = jax.tree.map(lambda x: x.reshape(num_devices, -1, *x.shape[1:]), own)
-        node = jax.tree.map(copies, node)
-        return node._replace(blocks=own[0], flat_state=own[1])
-
-    return on_states(by_device, state, copies)
+    return _each_array(
+        state,
+        lambda x: x.reshape(num_devices, -1, *x.shape[1:]),
+        lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
+    )
 
 
 def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
@@ -249,6 +239,22 @@ def on_states(
         return fn(node) if is_state(node) else other(node)
 
     return jax.tree.map(mapped, tree, is_leaf=is_state)
+
+
+def _each_array(
+    tree: PyTree,
+    own: Callable[[Array], Array],
+    other: Callable[[Array], Array],
+) -> PyTree:
+    """Map `own` over the arrays in K-FAC states that differ between devices, and `other` over all other arrays."""
+
+    def mapped(state):
+        parts = []
+        for spec, part in zip(state_spec("devices"), state, strict=True):
+            parts.append(jax.tree.map(own if any(spec) else other, part))
+        return KfacState(*parts)
+
+    return on_states(mapped, tree, other)
 
 
 def _in_slots(stack: PyTree, assignment: BlockAssignment) -> PyTree:

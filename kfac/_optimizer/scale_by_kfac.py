@@ -13,11 +13,11 @@ from jax import Array
 from kfac._checks import check_layers
 from kfac._curvature.cholesky import Cholesky
 from kfac._curvature.preconditioner import BlockPreconditioner
-from kfac._distributed.comm import CommContext, check_alike
+from kfac._distributed.comm import check_alike
 from kfac._distributed.distribution import Distribution
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._mesh import PyTree, axis_names, device_axes, on_mesh, replicate, varying_axes
+from kfac._mesh import PyTree, on_mesh, replicate, varying_axes
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.interval import Interval
@@ -63,10 +63,10 @@ def scale_by_kfac(
     pass through unchanged. All other parameters pass through unchanged until the first `kfac.observe`, which takes
     statistics into the running averages and refreshes the preconditioners.
 
-    On several devices, every Kronecker block has an owner. Statistics are averaged to the owners, which refresh the
+    On several devices, every block has an owner. Statistics are averaged to the owners, which refresh the
     preconditioners and precondition the gradients. `update` expects gradients that are averaged already (`lax.pmean`).
     If `jax.shard_map` knows that the gradients differ between devices, `update` averages them; it averages the
-    gradients of Kronecker blocks at the owners only. A state for a single device, made outside `jax.shard_map`, has no
+    gradients of blocks at the owners only. A state for a single device, made outside `jax.shard_map`, has no
     owners. With such a state, every device refreshes and preconditions all blocks, with averaged statistics.
 
     A block with non-finite statistics leaves them out of its average. A block whose factorisation fails, even with ten
@@ -184,11 +184,6 @@ class Transformation:
         distribution = self.settings.distribution
         comm, mesh = mesh_to_open(distribution, state, updates)
         check_alike(params)
-        # With owners, `preconditioned_step` averages gradients that differ between devices.
-        if not comm.owner_axes:
-            axes = axis_names(distribution.axis) or device_axes()
-            averaged = varying_axes(updates).intersection(axes)
-            updates = CommContext(tuple(sorted(averaged))).mean(updates)
         now = self.options.at(state.count)
         warn_if_overdue(state)
         note_update(state)

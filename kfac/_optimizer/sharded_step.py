@@ -46,7 +46,6 @@ from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.state import (
     KfacState,
     Settings,
-    param_specs_of,
 )
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
@@ -64,10 +63,14 @@ class ShardedStep(StepContext):
 
     @functools.cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """The `PartitionSpec`s of leaves by path. On explicit axes, the leaves' types contain them."""
+        """The `PartitionSpec`s of leaves by path. On explicit axes, the leaves' types contain them.
+
+        They come from `init`, or from `find_layers` if `init` found no split parameters.
+        """
         if all(kind == AxisType.Explicit for kind in self.mesh.axis_types):
             return {}
-        return param_specs_of(self.state)
+        settings = self.state.settings
+        return dict(settings.param_specs or settings.layers.param_specs)
 
     @property
     def owner_axes(self) -> tuple[str, ...]:

@@ -237,14 +237,6 @@ def shapes_of(state: KfacState) -> dict[str, BlockState]:
     return state.blocks | forms
 
 
-def param_specs_of(state: KfacState) -> dict[str, PartitionSpec]:
-    """Return the parameters' `PartitionSpec`s over a mesh, by path.
-
-    They come from `init`, or from `find_layers` if `init` found no split parameters.
-    """
-    return dict(state.settings.param_specs or state.settings.layers.param_specs)
-
-
 def match_leaves(
     layers: Layers,
     tree: PyTree,

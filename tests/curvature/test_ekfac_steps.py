@@ -226,11 +226,8 @@ def test_the_plan_counts_the_bytes_of_the_state():
     )
     assert one.memory["state"] == held
     plain = kfac.planning.estimate(LAYERS, devices=DEVICES, preconditioner=kfac.Eigh())
-    # Each 4 x 4 block has moments and a weight on its owner, and eigenvectors on every device.
-    assert several.memory["state"] - plain.memory["state"] == 4 * (16 + 1 + 2 * 2 * 16)
-    # The eigenvectors of two blocks, in three pieces, go to the two other devices by an exchange and a gather.
-    assert DEVICES == 3 and several.messages["refresh"] == pytest.approx(2 * 4 * (2 * 32 / 3 + 32 / 3), rel=0.05)
-    assert plain.messages["refresh"] == 0
+    # Each 4 x 4 block has moments and a weight on its owner.
+    assert several.memory["state"] - plain.memory["state"] == 4 * (16 + 1)
     # EKFAC sends moments in addition to the triangles.
     assert several.messages["statistics"] > plain.messages["statistics"]
 

@@ -595,12 +595,13 @@ def test_factors_are_averaged_over_a_named_axis(communication_dtype):
             assert_close(jax.tree.map(lambda x, k=k: x[k], updates), expected, 1e-5)
 
 
-# There are two Kronecker blocks of 4x4 and 4x4, one on each device. Their triangles have 10 elements. Unit-wise blocks,
-# whose message comes first, have 4x2x2 and 4x1x1. Small messages follow: the counts of faults in statistics and
-# inversions, whether all gradients are finite, whether the result is finite, its norm, and the worst condition and age.
-STATISTICS = [("all_reduce", "20xf32"), ("reduce_scatter", "2x1x20xf32")]
-DIRECTIONS = [("all_gather", "1x1x16xf32")]
-SMALL = [("all_reduce", "2xi32"), ("all_reduce", "i32")], [("all_reduce", "2xf32"), ("all_reduce", "2xf32")]
+# There are two Kronecker blocks of 4x4 and 4x4, one on each device. Their triangles have 10 elements. Two unit-wise
+# blocks of 4x2x2 and 4x1x1 are also one on each device, but have different shapes, so each device first gets or sends
+# half of both. Small messages follow: the counts of faults in statistics and inversions, the gradients' norm, whether
+# the result is finite, its norm, and the worst condition and age.
+STATISTICS = [("reduce_scatter", "2x20xf32"), ("reduce_scatter", "2x10xf32"), ("all_to_all", "2x8xf32")]
+DIRECTIONS = [("all_gather", "1x16xf32"), ("all_to_all", "2x4xf32"), ("all_gather", "1x6xf32")]
+SMALL = [("all_reduce", "2xi32"), ("all_reduce", "f32")], [("all_reduce", "2xf32"), ("all_reduce", "2xf32")]
 
 SENT = {
     "axis_name": ({}, STATISTICS),
@@ -627,7 +628,7 @@ def test_what_is_sent_between_devices(option):
         update = jax.shard_map(update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))
     state = jax.eval_shape(init, initial())
     program = jax.jit(update).lower(measured(0)[0], state, measured(0)[1]).as_text()
-    messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather)".*?: \(tensor<(\w+)>\) ->'
+    messages = r'"stablehlo\.(reduce_scatter|all_reduce|all_gather|all_to_all)".*?: \(tensor<(\w+)>\) ->'
     before, after = SMALL
     assert re.findall(messages, program, flags=re.DOTALL) == statistics + before + DIRECTIONS + after
     assignment = state.settings.assignments["kronecker_4x4"]

@@ -88,7 +88,7 @@ def test_its_bytes_are_those_of_compiled_programs(model, max_factor_dim):
 )
 @pytest.mark.parametrize("devices", [3, 64])
 def test_its_memory_is_that_of_the_state(preconditioner, devices):
-    """Compare to the byte, for groups that are scattered, flattened, split by rows, or on all devices."""
+    """Compare to the byte, for groups that are dealt evenly and groups that are flattened."""
     loss, params, batch, find = gpt(4)
     layers = kfac.find_layers(loss, params, batch, **find)
     tx = kfac.kfac(0.1, layers, preconditioner=preconditioner, adaptive_layer_rates=False)
@@ -188,7 +188,7 @@ def test_eigendecompositions_cost_more(resnet50):
     )
     assert eigh.flops["refresh"] > 2 * cholesky.flops["refresh"]
     ekfac = kfac.planning.estimate(resnet50, devices=8, batch=256, preconditioner=kfac.EKFAC())
-    assert ekfac.messages["refresh"] and not eigh.messages["refresh"]
+    assert ekfac.messages["statistics"] > eigh.messages["statistics"] and not ekfac.messages["refresh"]
 
 
 def perceptron(examples, width):
