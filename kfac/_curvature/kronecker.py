@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from jax import Array, lax
 
 from kfac._factors import Kronecker, Packed, diagonals, per_block
 from kfac._layers import FactorShapes, Layer
-from kfac._packing import in_blocks, pieces_along
+from kfac._packing import in_blocks, pad_to_devices, pieces_along
 
 
 def stack(layer: Layer, block: Kronecker) -> Kronecker:
@@ -75,13 +74,14 @@ def scaled(factors: Kronecker, back: bool) -> Kronecker:
     return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
 
-def to_send(layer: Layer, packed: Packed, fill: Callable[[Array], Array]) -> Kronecker:
+def to_send(layer: Layer, packed: Packed) -> Kronecker:
     """Return a layer's part of its group's message.
+
+    All vectors are padded, because over a mesh the taps have padded them.
 
     Args:
       layer: the layer.
       packed: its packed statistics.
-      fill: pads a vector with zeros.
     """
     flat = packed.flat
     for side, count in zip("AG", layer.num_blocks, strict=True):
@@ -91,7 +91,7 @@ def to_send(layer: Layer, packed: Packed, fill: Callable[[Array], Array]) -> Kro
             flat = dataclasses.replace(flat, **{side: pieces})
 
     def filled(x):
-        x = fill(x)
+        x = pad_to_devices(x)
         # `stack` takes away the axis for pieces from sides that are cut.
         return x if x.shape[-2] == 1 else x[..., None, :]
 

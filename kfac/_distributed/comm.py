@@ -4,10 +4,9 @@ A group's first blocks are dealt evenly, so a reduce-scatter or an all-gather mo
 
 A device has at most one remainder block in each round (see `owners`). A reduce-scatter or all-gather of whole blocks
 would need room for the largest of them on every device: ResNet-50 on 64 devices would send 6 times the gradients'
-size.
-Instead each block is cut into a share for each device. The reduce-scatter gives device `d` the share `d` of all blocks,
-and an all-to-all takes the shares to the owners. To gather, the same two messages go backwards. Blocks `a` and `b` of
-two groups on three devices::
+size. Instead each block is cut into a share for each device. The reduce-scatter gives device `d` the share `d` of all
+blocks, and an all-to-all takes the shares to the owners. To gather, the same two messages go backwards. Blocks `a` and
+`b` of two groups on three devices::
 
               before            reduce-scatter     all-to-all
     device 0  a0 a1 a2 b0 b1 b2      a0 b0         a0 a1 a2
@@ -18,12 +17,12 @@ two groups on three devices::
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
@@ -34,8 +33,6 @@ from kfac._distributed.owners import (
 )
 from kfac._mesh import AxisNames, PyTree, as_varying, axis_size, varying_axes
 from kfac._packing import cut, flatten, pad_end, unflatten
-
-Stacks = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,25 +98,22 @@ class CommContext:
         self,
         own: Mapping[str, PyTree],
         assignments: BlockAssignments,
+        to: str | None = None,
     ) -> dict[str, PyTree]:
-        """Undo `take`: gather all blocks on all devices."""
-        if not self.owner_axes or not own:
-            return dict(own)
-        flat = {name: flatten(stack) for name, stack in own.items()}
-        tracked = varying_axes(lax.axis_index(self.owner_axes))
-        to = "invarying" if tracked else "varying"
-        blocks = self._gather(flat, assignments, to)
-        return {name: unflatten(x, own[name]) for name, x in blocks.items()}
-
-    def _gather(self, owned: Stacks, assignments: BlockAssignments, to: str) -> Stacks:
-        """Gather each device's `[positions, elements]` to all blocks `[blocks, elements]` on all devices.
+        """Undo `take`: gather all blocks on all devices.
 
         Args:
-          owned: this device's blocks. Empty positions may have any numbers.
+          own: this device's blocks `[positions, ...]` for each group. Empty positions may have any numbers.
           assignments: how each group is dealt to devices.
-          to: whether `shard_map` marks the result as `"invarying"` or as `"varying"` over devices.
+          to: whether `shard_map` marks the result as `"invarying"` or `"varying"` over devices. None: as invarying, if
+            `shard_map` tracks this.
         """
         owners = self.owner_axes
+        if not owners or not own:
+            return dict(own)
+        if to is None:
+            to = "invarying" if varying_axes(lax.axis_index(owners)) else "varying"
+        owned = {name: flatten(stack) for name, stack in own.items()}
         gathered: dict[str, list[Array]] = {}
         shares = {}
         for name, x in owned.items():
@@ -145,30 +139,15 @@ class CommContext:
                 rows = lax.dynamic_update_slice(rows, new, start)
             # Row `d` holds this device's share of device `d`'s blocks.
             rows = lax.all_to_all(rows, owners, 0, 0, tiled=True)
-            own = {n: rows[assignments[n].owners, places[n]] for n in shares}
-            flat = jnp.concatenate([x.reshape(-1) for x in own.values()])
+            of_all = {n: rows[assignments[n].owners, places[n]] for n in shares}
+            flat = jnp.concatenate([x.reshape(-1) for x in of_all.values()])
             flat = lax.all_gather(flat, owners, to=to)
-            parts = cut(flat, [x.size for x in own.values()])
-            for (name, x), part in zip(own.items(), parts, strict=True):
+            parts = cut(flat, [x.size for x in of_all.values()])
+            for (name, x), part in zip(of_all.items(), parts, strict=True):
                 blocks = part.reshape(-1, *x.shape).swapaxes(0, 1).reshape(len(x), -1)
                 gathered[name].append(blocks[:, : owned[name].shape[1]])
-        return {name: jnp.concatenate(blocks) for name, blocks in gathered.items()}
-
-    def _sums(self, blocks: Stacks, assignments: BlockAssignments) -> Stacks:
-        """Sum blocks `[blocks, elements]` over devices, and return this device's blocks `[positions, elements]`.
-
-        This is the transpose of `_gather`: its all-gathers become reduce-scatters. Empty positions get zeros.
-        """
-        own = {}
-        for name, x in blocks.items():
-            shape = (assignments[name].slots, x.shape[1])
-            own[name] = jnp.zeros(shape, x.dtype)
-        axes = varying_axes((blocks, lax.axis_index(self.owner_axes)))
-        own, blocks = as_varying((own, blocks), axes)
-        (sums,) = jax.linear_transpose(
-            lambda own: self._gather(own, assignments, "varying"), own
-        )(blocks)
-        return sums
+        blocks = {name: jnp.concatenate(parts) for name, parts in gathered.items()}
+        return {name: unflatten(x, own[name]) for name, x in blocks.items()}
 
     def means(
         self,
@@ -178,29 +157,32 @@ class CommContext:
         """Average stacks `[blocks, ...]` over devices, and return this device's blocks, as in `take`.
 
         Sums are formed in the dtype of `stacks`. The means of blocks with owners have this dtype or float32, whichever
-        is wider.
+        is wider. Empty positions get zeros.
         """
-        flat = {}
-        others = dict(stacks)
-        if self.owner_axes:
-            flat = {
-                name: flatten(others.pop(name))
-                for name in assignments
-                if name in stacks
-            }
-        means: dict[str, PyTree] = self.mean(others)
-        if not flat:
-            return means
-        sums = self._sums(flat, assignments)
+        stacks = dict(stacks)
+        if not self.owner_axes:
+            return self.mean(stacks)
+        own = {}
+        for name, stack in stacks.items():
+            slots = assignments[name].slots
+            own[name] = jax.tree.map(
+                lambda x, slots=slots: jnp.zeros((slots, *x.shape[1:]), x.dtype), stack
+            )
+        axes = varying_axes((stacks, lax.axis_index(self.owner_axes)))
+        own, stacks = as_varying((own, stacks), axes)
+        # The transpose of a gather sums blocks at their owners: all-gathers become reduce-scatters.
+        gather = functools.partial(self.gather, assignments=assignments, to="varying")
+        (sums,) = jax.linear_transpose(gather, own)(stacks)
         # Owners along the other axes add up their sums.
         replicas = tuple(axis for axis in self.axes if axis not in self.owner_axes)
         if replicas:
             sums = lax.psum(sums, replicas)
-        for name, x in sums.items():
+
+        def mean(x):
             dtype = jnp.promote_types(x.dtype, jnp.float32)
-            mean = x.astype(dtype) / lax.axis_size(self.axes)
-            means[name] = unflatten(mean, optax.tree.cast(stacks[name], dtype))
-        return means
+            return x.astype(dtype) / lax.axis_size(self.axes)
+
+        return jax.tree.map(mean, sums)
 
     def mean(self, tree: PyTree) -> PyTree:
         """Average arrays over devices in a single message."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -90,7 +89,6 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     """Return the statistics of the blocks that this device holds, stacked and averaged over devices."""
     comm = context.comm
     stacks = stack_statistics(context, factors, comm.mean)
-    stacks |= stack_gradients(context, factors.gradients)
     # Kronecker factors have a message of their own, because they may be sent in bfloat16.
     narrow = {n: x for n, x in stacks.items() if isinstance(x, Packed)}
     wide = {n: x for n, x in stacks.items() if n not in narrow}
@@ -98,21 +96,14 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     return comm.means(narrow, assignments) | comm.means(wide, assignments)
 
 
-def stack_gradients(
-    context: StepContext,
-    gradients: Mapping[str, Array],
-) -> BatchStacks:
-    """Stack the gradients of all blocks with gradient factors, by group: `[k, d_in, d_out]`."""
-    groups = [group for group in context.settings.groups if not group.captured]
-    return dict(context.stack(gradients, groups))
-
-
 def stack_statistics(
     context: StepContext,
     factors: Factors,
     mean: Average | None = None,
 ) -> BatchStacks:
-    """Stack the captured statistics of all blocks. On several devices, pack Kronecker factors.
+    """Stack the statistics of all blocks, and the gradients of blocks with gradient factors.
+
+    On several devices, Kronecker factors are packed.
 
     The factors of `Tied` statistics are not linear in their traces, nor the factors of `Ragged` statistics in their row
     counts. So `mean`, if given, averages traces and row counts over devices first. The mean of the result over devices
@@ -124,13 +115,10 @@ def stack_statistics(
     narrow = settings.distribution.communication_dtype == "bfloat16" and device_axes()
     dtype = jnp.bfloat16 if narrow else None
 
-    def fill(flat):
-        # Over a mesh all vectors are padded.
-        return flat if device_axes() or alone else pad_to_devices(flat)
-
     stacks: BatchStacks = {}
     for group in settings.groups:
         if not group.captured:
+            stacks |= context.stack(factors.gradients, [group])
             continue
         packs = group.kronecker and not alone
         sent = {}
@@ -141,11 +129,11 @@ def stack_statistics(
             if packs:
                 shapes = group.shapes if group.padded else layer.side_shapes
                 packed = block.packed(tuple(shapes.values()), mean, dtype)
-                block = to_send(layer, packed, fill)
+                block = to_send(layer, packed)
             sent[layer.name] = block
         moments = group.moments(settings.preconditioner)
         if moments is not None and packs:
-            moments = fill(jnp.zeros((1, math.prod(moments)))).shape
+            moments = pad_to_devices(jnp.zeros((1, math.prod(moments)))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
         stacks[group.name] = stack
         if packs:

@@ -1,9 +1,13 @@
-"""Store groups with fewer blocks than devices as flat vectors on their owners.
+"""Store groups with fewer blocks than devices in a row on each device.
 
 All devices run the same program. During a step, each device therefore has a stack for every such group, with room for a
-block that most devices do not own. Between steps, each device stores its own blocks in three flat vectors: averages as
-triangles, preconditioners, and momenta with adaptive rates. A vector has a part for each round of `assign_blocks`, as
-long as the round's largest block.
+block that most devices do not own. Between steps, each device stores its own blocks in three rows: averages as
+triangles, preconditioners, and momenta with adaptive rates. A row has a place for each round of `assign_blocks`, as
+long as the round's largest block. Two rounds on three devices::
+
+    device 0  | a        | d    |
+    device 1  | b        | e    |
+    device 2  | c        |      |
 
 `block_of` unpacks a group, and `with_parts` writes factors, preconditioners or momenta back. `observe` unpacks and
 writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
@@ -14,10 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from kfac._distributed.comm import CommContext
 from kfac._distributed.owners import lay_out_rounds
@@ -43,18 +48,14 @@ def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
     """
     blocks = state.blocks[name]
     parts = {}
-    for part in state.flat_state.vectors:
-        place, rows = _rows(state, part, name)
-        if place is None:
-            continue
-        owns = comm.owns(state.settings.assignments[name])[:, None]
-        flat = jnp.where(owns, rows[:, place], 0)
-        shapes = getattr(shapes_of(state)[name], part)
-        if part == "factors":
-            parts[part] = unflatten(flat, jax.eval_shape(_packed, shapes)).unpacked()
-        else:
-            parts[part] = unflatten(flat, shapes)
-    return blocks._replace(**parts)
+    for part, rows in state.flat_state.rows.items():
+        place = _place(state, part, name)
+        if place is not None:
+            owns = comm.owns(state.settings.assignments[name])[:, None]
+            flat = jnp.where(owns, rows[:, place], 0)
+            parts[part] = unflatten(flat, getattr(shapes_of(state)[name], part))
+    blocks = blocks._replace(**parts)
+    return blocks._replace(factors=blocks.factors.unpacked())
 
 
 def with_parts(
@@ -62,80 +63,68 @@ def with_parts(
 ) -> KfacState:
     """Return the state with new values for the given fields of a group's `BlockState`."""
     stacks = {}
-    vectors = dict(state.flat_state.vectors)
+    rows = dict(state.flat_state.rows)
     for part, new in parts.items():
-        place, rows = _rows(state, part, name)
+        place = _place(state, part, name)
         if place is None:
             stacks[part] = new
             continue
-        old = rows[:, place]
-        flat = _flat(part, new).astype(old.dtype)
+        old = rows[part][:, place]
+        flat = flatten(_packed(new) if part == "factors" else new).astype(old.dtype)
         owns = comm.owns(state.settings.assignments[name])[:, None]
         flat = jnp.where(owns, flat, old)
-        rows = as_varying(rows, varying_axes(flat))
-        rows = lax.dynamic_update_slice(rows, flat, (0, place.start))
-        vectors[part] = rows.reshape(-1)
+        row = as_varying(rows[part], varying_axes(flat))
+        rows[part] = lax.dynamic_update_slice(row, flat, (0, place.start))
     blocks = state.blocks | {name: state.blocks[name]._replace(**stacks)}
-    flat_state = dataclasses.replace(state.flat_state, vectors=vectors)
+    flat_state = dataclasses.replace(state.flat_state, rows=rows)
     return state._replace(blocks=blocks, flat_state=flat_state)
 
 
 def closed(state: KfacState, comm: CommContext) -> KfacState:
     """Move the blocks of groups with fewer blocks than devices into the flat state."""
     moved = {}
+    forms = []
     for name, assignment in state.settings.assignments.items():
         if not assignment.full:
-            moved[name] = {part: getattr(state.blocks[name], part) for part in PARTS}
-    forms = tuple((name, form_of(state.blocks[name])) for name in moved)
-    vectors = {}
+            stack = state.blocks[name]
+            moved[name] = {part: getattr(stack, part) for part in PARTS}
+            stored = stack._replace(factors=_packed(stack.factors))
+            forms.append((name, form_of(stored)))
+    rows = {}
     for part in PARTS:
-        places, length = _layout(state.settings, part, forms)
+        places, length = _layout(state.settings, part, tuple(forms))
         if places:
             new = jax.tree.leaves([moved[name][part] for name in places])
             # Outside `shard_map`, the stacks have a place for each device.
-            vectors[part] = jnp.zeros(len(new[0]) * length, jnp.result_type(*new))
+            rows[part] = jnp.zeros((len(new[0]), length), jnp.result_type(*new))
     empty: PyTree = dict.fromkeys(PARTS)
     blocks = {name: state.blocks[name]._replace(**empty) for name in moved}
     state = state._replace(
-        blocks=state.blocks | blocks, flat_state=FlatState(vectors, forms)
+        blocks=state.blocks | blocks, flat_state=FlatState(rows, tuple(forms))
     )
     for name, parts in moved.items():
         state = with_parts(state, comm, name, **parts)
     return state
 
 
-def _rows(state: KfacState, part: str, name: str) -> tuple[slice | None, Array]:
-    """Return a group's place in a vector of the flat state, and the vector with a row for each device.
-
-    The place is None if the vector does not hold the group.
-    """
-    flat = state.flat_state
-    if part not in flat.vectors:
-        return None, jnp.zeros(0)
-    places, length = _layout(state.settings, part, flat.forms)
-    return places.get(name), flat.vectors[part].reshape(-1, length)
+def _place(state: KfacState, part: str, name: str) -> slice | None:
+    """Return a group's place in the rows of a part, or None if stacks hold this part of the group."""
+    if part not in state.flat_state.rows:
+        return None
+    return _layout(state.settings, part, state.flat_state.forms)[0].get(name)
 
 
 @functools.cache
 def _layout(
     settings: Settings, part: str, forms: tuple[tuple[str, Form], ...]
 ) -> tuple[dict[str, slice], int]:
-    """Return the layout of a vector in the flat state, for the field `part` of `BlockState`.
-
-    Returns:
-      The place of each group in the vector, and the vector's length on a device.
-    """
+    """Return the place of each group in the rows for the field `part` of `BlockState`, and the rows' length."""
     sizes = {}
     for name, form in forms:
-        shapes = getattr(jax.tree.unflatten(*form), part)
-        if jax.tree.leaves(shapes):
-            flat = jax.eval_shape(functools.partial(_flat, part), shapes)
-            sizes[name] = flat.shape[1]
+        leaves = jax.tree.leaves(getattr(jax.tree.unflatten(*form), part))
+        if leaves:
+            sizes[name] = sum(math.prod(x.shape[1:]) for x in leaves)
     return lay_out_rounds(settings.assignments, sizes)
-
-
-def _flat(part: str, tree: PyTree) -> Array:
-    return flatten(_packed(tree) if part == "factors" else tree)
 
 
 def _packed(factors: Block) -> Statistics:

@@ -16,7 +16,6 @@ from kfac._checks import check
 from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._factors import per_block
 from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
 from kfac._optimizer.flat_state import block_of, closed
 from kfac._optimizer.state import FlatState, KfacState, find_nodes
@@ -259,10 +258,9 @@ def _each_array(
 
 def _in_slots(stack: PyTree, assignment: BlockAssignment) -> PyTree:
     """Put blocks `[blocks, ...]` into their slots `[devices * slots, ...]`. Empty slots are zero."""
-    held = jnp.asarray(assignment.slot_mask.reshape(-1))
 
     def spread(x):
-        dealt = x[assignment.slot_to_block]
-        return jnp.where(per_block(held, dealt), dealt, 0)
+        shape = (assignment.devices * assignment.slots, *x.shape[1:])
+        return jnp.zeros(shape, x.dtype).at[assignment.block_to_slot].set(x)
 
     return jax.tree.map(spread, stack)

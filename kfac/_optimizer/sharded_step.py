@@ -30,7 +30,6 @@ from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
 from kfac._optimizer.averages import (
     BatchStacks,
     observe_here,
-    stack_gradients,
     stack_statistics,
 )
 from kfac._optimizer.exchange import (
@@ -159,7 +158,7 @@ class ShardedStep(StepContext):
     def statistics_to_owners(self, factors: Factors) -> BatchStacks:
         """Stack packed statistics and gradients for `observe_here`, in their owners' slots."""
         gradients = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
-        stacks = stack_statistics(self, factors) | stack_gradients(self, gradients)
+        stacks = stack_statistics(self, Factors(factors, gradients))
         for name, assignment in self.assignments.items():
             stacks[name] = self.over_owners(stacks[name], assignment)
         return stacks

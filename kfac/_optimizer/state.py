@@ -107,16 +107,15 @@ PARTS = ("factors", "preconditioner", "momentum_state")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatState:
-    """The blocks that a device owns in groups with fewer blocks than devices, concatenated into a vector per part.
-
-    Outside `shard_map`, each vector concatenates all devices' vectors.
+    """The blocks that a device owns in groups with fewer blocks than devices.
 
     Attributes:
-      vectors: a vector for each of `PARTS` that these blocks have. Factors are packed as triangles, as in `Packed`.
+      rows: for each of `PARTS` that these blocks have, a row `[1, elements]`. Outside `shard_map`, a row for each
+        device. Factors are packed as triangles, as in `Packed`.
       forms: the names of these groups, and the form of a block.
     """
 
-    vectors: dict[str, Array]
+    rows: dict[str, Array]
     forms: tuple[tuple[str, Form], ...] = static()
 
 
@@ -184,7 +183,7 @@ class KfacState(NamedTuple):
         `[k, ...]`), `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted`
         (`[k]`, the step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks
         than devices, the parts that `flat_state` stores are None.
-      flat_state: flat vectors for groups that have fewer blocks than devices.
+      flat_state: the groups that have fewer blocks than devices, in a row on each device.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
