@@ -129,16 +129,13 @@ class CommContext:
         if shares:
             sizes = {name: x.shape[1] for name, x in shares.items()}
             places, length = lay_out_rounds(assignments, sizes)
-            dtype = jnp.result_type(*shares.values())
-            rows = jnp.zeros((self.devices, length), dtype)
-            rows = as_varying(rows, varying_axes(shares))
-            for name, share in shares.items():
-                # In each round, all groups but one add zeros.
-                new = rows[:, places[name]] + share
-                start = (0, places[name].start)
-                rows = lax.dynamic_update_slice(rows, new, start)
+            # In each round, all groups but one add zeros.
+            padded = []
+            for name, place in places.items():
+                widths = ((0, 0), (place.start, length - place.stop))
+                padded.append(jnp.pad(shares[name], widths))
             # Row `d` holds this device's share of device `d`'s blocks.
-            rows = lax.all_to_all(rows, owners, 0, 0, tiled=True)
+            rows = lax.all_to_all(sum(padded), owners, 0, 0, tiled=True)
             of_all = {n: rows[assignments[n].owners, places[n]] for n in shares}
             flat = jnp.concatenate([x.reshape(-1) for x in of_all.values()])
             flat = lax.all_gather(flat, owners, to=to)
@@ -146,8 +143,8 @@ class CommContext:
             for (name, x), part in zip(of_all.items(), parts, strict=True):
                 blocks = part.reshape(-1, *x.shape).swapaxes(0, 1).reshape(len(x), -1)
                 gathered[name].append(blocks[:, : owned[name].shape[1]])
-        blocks = {name: jnp.concatenate(parts) for name, parts in gathered.items()}
-        return {name: unflatten(x, own[name]) for name, x in blocks.items()}
+        whole = {name: jnp.concatenate(parts) for name, parts in gathered.items()}
+        return {name: unflatten(x, own[name]) for name, x in whole.items()}
 
     def means(
         self,

@@ -250,7 +250,7 @@ def _each_array(
     def mapped(state):
         parts = []
         for spec, part in zip(state_spec("devices"), state, strict=True):
-            parts.append(jax.tree.map(own if any(spec) else other, part))
+            parts.append(jax.tree.map(own if spec else other, part))
         return KfacState(*parts)
 
     return on_states(mapped, tree, other)

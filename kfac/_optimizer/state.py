@@ -93,15 +93,11 @@ class BlockState(NamedTuple):
 Form = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
 
-def form_of(blocks: BlockState) -> Form:
+def form_of(stack: PyTree) -> Form:
     """Return the form of each block in a stack."""
-    leaves, structure = jax.tree.flatten(blocks)
+    leaves, structure = jax.tree.flatten(stack)
     shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
     return structure, tuple(shapes)
-
-
-# The fields of a `BlockState` that `FlatState` stores.
-PARTS = ("factors", "preconditioner", "momentum_state")
 
 
 @jax.tree_util.register_dataclass
@@ -110,13 +106,13 @@ class FlatState:
     """The blocks that a device owns in groups with fewer blocks than devices.
 
     Attributes:
-      rows: for each of `PARTS` that these blocks have, a row `[1, elements]`. Outside `shard_map`, a row for each
-        device. Factors are packed as triangles, as in `Packed`.
-      forms: the names of these groups, and the form of a block.
+      rows: for each field of `BlockState` that is stored here, a row `[1, elements]`. Outside `shard_map`, a row for
+        each device. Factors are packed as triangles, as in `Packed`.
+      stored: the places in the rows: a field of `BlockState`, a group's name, where its block starts, and its form.
     """
 
     rows: dict[str, Array]
-    forms: tuple[tuple[str, Form], ...] = static()
+    stored: tuple[tuple[str, str, int, Form], ...] = static()
 
 
 @jax.tree_util.register_static
@@ -228,12 +224,6 @@ class AdaptiveDampingState(NamedTuple):
     inner: Any
     rejected_steps: Array
     again: Array
-
-
-def shapes_of(state: KfacState) -> dict[str, BlockState]:
-    """Return all groups' blocks, or only their shapes if `flat_state` stores them."""
-    forms = {name: jax.tree.unflatten(*form) for name, form in state.flat_state.forms}
-    return state.blocks | forms
 
 
 def match_leaves(
@@ -378,9 +368,12 @@ def check_state(
             f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
     adaptive = options.adaptive_layer_rates
-    blocks = shapes_of(state)
+    momenta = {n: blocks.momentum_state for n, blocks in state.blocks.items()}
+    for part, name, _, form in state.flat_state.stored:
+        if part == "momentum_state":
+            momenta[name] = jax.tree.unflatten(*form)
     for group in settings.groups:
-        momentum, rate = blocks[group.name].momentum_state
+        momentum, rate = momenta[group.name]
         for option, expected, array in (
             ("momentum", options.has_momentum(group), momentum),
             ("adaptive_layer_rates", adaptive, rate),
