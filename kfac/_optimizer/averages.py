@@ -58,7 +58,7 @@ def observe_here(
     refreshed = jnp.zeros((), bool)
     if batch is None:
         refreshed = state.last_statistics_step >= 0
-        state, failed = refresh_preconditioners(comm, state, refreshed)
+        state, failed = refresh_preconditioners(comm, state, jnp.ones((), bool))
     else:
         if isinstance(batch, Factors):
             comm.check("factors", batch)

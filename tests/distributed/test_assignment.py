@@ -175,7 +175,7 @@ def counted(devices, *options):
 
 @pytest.mark.slow
 def test_the_program_does_not_grow_with_devices():
-    """Count lines, because the text of each message lists its devices."""
+    """Count lines, because the text of each message lists its devices. On few devices, no share has padding."""
     grads, factors = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), problem.measured(0))
     tx = kfac.scale_by_kfac(problem.layers(), distribution=kfac.Distribution("devices"))
     same, specs = PartitionSpec(), kfac.state.state_specs(tx, grads, "devices")
@@ -192,7 +192,7 @@ def test_the_program_does_not_grow_with_devices():
         lowered = jax.jit(step).trace(grads, state, factors).lower(lowering_platforms=("cpu",))
         return lowered.as_text().count("\n")
 
-    assert abs(lines(512) / lines(4) - 1) < 0.01
+    assert lines(512) == lines(64)
 
 
 @pytest.mark.slow

