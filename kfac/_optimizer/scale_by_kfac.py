@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
 import jax.numpy as jnp
@@ -200,12 +199,9 @@ class Transformation:
             updates, state = meshed.step(self.options, updates, params, now)
             return updates, self.prepared(state)
         form = LocalGradients if varying_axes(updates) else WholeGradients
+        device = form(self.settings, comm, state, self.options)
         steps, state = preconditioned_step(
-            functools.partial(form, self.settings, comm, options=self.options),
-            Gradients(updates),
-            Gradients(params),
-            state,
-            now,
+            device, Gradients(updates), Gradients(params), now
         )
         return steps.tree, self.prepared(state)
 

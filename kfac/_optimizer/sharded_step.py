@@ -96,7 +96,10 @@ class ShardedStep(StepContext):
         """
         split = self.is_split(updates)
         form = SplitGradients if split else WholeGradients
-        exchange = functools.partial(form, self.settings, self.comm, options=options)
+
+        def local(updates, params, state, now):
+            device = form(self.settings, self.comm, state, options)
+            return preconditioned_step(device, updates, params, now)
 
         def lay_out(tree):
             return self.to_owners(tree) if split else Gradients(replicated(tree))
@@ -104,7 +107,7 @@ class ShardedStep(StepContext):
         specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
         states = state_spec(self.owner_axes)
         step = jax.shard_map(
-            functools.partial(preconditioned_step, exchange),
+            local,
             mesh=self.mesh,
             in_specs=(specs, specs, states, PartitionSpec()),
             out_specs=(specs, states),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,26 +44,23 @@ from kfac._optimizer.step_scaling import (
 
 
 def preconditioned_step(
-    exchange: Callable[[KfacState], WholeGradients],
+    device: WholeGradients,
     updates: Gradients,
     params: Gradients,
-    state: KfacState,
     now: StepScalars,
 ) -> tuple[Gradients, KfacState]:
     """Precondition the gradients and turn them into updates.
 
     Args:
-      exchange: returns the context of a step, for the form of the gradients.
+      device: the state before the step, and the blocks that this device holds.
       updates: the gradients.
       params: the parameters, or empty if the step lengths do not depend on them.
-      state: the state before the step.
       now: the scalars of the step.
 
     Returns:
       The updates in the form of the gradients, and the state after the step.
     """
-    device = exchange(state)
-    check_state(device.settings, device.options, device.comm.devices, state)
+    check_state(device.settings, device.options, device.comm.devices, device.state)
     device.comm.check("updates", updates.tree)
     updates, gradients = device.receive(updates)
     leaves = leaves_by_path(updates.tree)
