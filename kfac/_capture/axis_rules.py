@@ -6,8 +6,9 @@ of its only array. It returns the results' axes, or None if they cannot be follo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -190,7 +191,7 @@ def _reduction(eqn: JaxprEqn, data: DataAxes) -> Axes:
     return take(axes, remaining(len(axes), parameter(eqn, "axes")))
 
 
-def _shuffled(axes: Axes, dimensions: Collection[int]) -> Axes:
+def _shuffled(axes: Axes, dimensions: Iterable[int]) -> Axes:
     """Return the axes after the entries along these dimensions have been brought to an unknown order."""
     result = list(axes)
     for k in dimensions:
@@ -279,7 +280,7 @@ _DATA_RULES: dict[str, Callable[[JaxprEqn, DataAxes], Axes | None]] = {
 }
 
 
-def indexed(eqn: JaxprEqn, data: DataAxes, fresh: Sequence[bool]) -> Axes:
+def indexed(eqn: JaxprEqn, data: DataAxes, of_data: Sequence[bool]) -> Axes:
     """Return the result's axes for a gather or scatter on data.
 
     If data-dependent indices select entries along an axis of examples, their order is unknown and the axis is `MIXED`.
@@ -287,15 +288,16 @@ def indexed(eqn: JaxprEqn, data: DataAxes, fresh: Sequence[bool]) -> Axes:
     Args:
       eqn: the gather or scatter.
       data: the axes of all inputs.
-      fresh: for each index component, whether it is independent of data.
+      of_data: for each index component, whether it depends on data.
     """
     numbers = parameter(eqn, "dimension_numbers")
     if eqn.primitive.name != "gather":
-        return _shuffled(data[0], _chosen(numbers.scatter_dims_to_operand_dims, fresh))
+        selected = numbers.scatter_dims_to_operand_dims
+        return _shuffled(data[0], itertools.compress(selected, of_data))
     table, indices = data
     shape = shapes(eqn.invars)[0]
     sizes = parameter(eqn, "slice_sizes")
-    chosen = _chosen(numbers.start_index_map, fresh)
+    chosen = itertools.compress(numbers.start_index_map, of_data)
     lost = any(sizes[k] < shape[k] and holds_examples(table[k]) for k in chosen)
     rows = indices[:-1]
     if lost:
@@ -308,8 +310,3 @@ def indexed(eqn: JaxprEqn, data: DataAxes, fresh: Sequence[bool]) -> Axes:
         for k in remaining(len(table), gone)
     ]
     return axes_lib.insert(rows, numbers.offset_dims, window)
-
-
-def _chosen(dimensions: Sequence[int], fresh: Sequence[bool]) -> list[int]:
-    """Return the dimensions along which data-dependent indices select entries."""
-    return [k for k, fixed in zip(dimensions, fresh, strict=True) if not fixed]

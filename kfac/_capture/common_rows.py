@@ -11,7 +11,7 @@ from dataclasses import replace
 from kfac._capture import axes as axes_lib
 from kfac._capture.equations import SUMS
 from kfac._capture.findings import Findings
-from kfac._capture.primitives import ELEMENTWISE
+from kfac._capture.primitives import BINARY, Read
 from kfac._capture.program import Op
 from kfac._capture.states import Data, Operands, Use, View, common_reads
 
@@ -22,8 +22,6 @@ def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
     If common rows meet the examples in a broadcast, each example has a gradient of its own with respect to these
     rows. If common rows are added to the examples' part of the loss, they reach the loss by themselves.
     """
-    if op.inner and not op.scan:
-        found.plan.look_inside(op)
     if op.inner or not all(isinstance(x.state, Data) for x in operands):
         return False
     if op.summed and op.name in SUMS and _beside_examples(operands):
@@ -33,7 +31,6 @@ def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
     if axis is None:
         return False
     found.plan.merges[op] = axis
-    found.plan.look_inside(op)
     found.merged |= common_reads(operands)
     return True
 
@@ -47,7 +44,8 @@ def _axis_of_examples(op: Op, operands: Operands, n: int | None) -> int | None:
     """Return the result's axis at which common rows meet the examples, or None if they do not."""
     shapes = {x.value.shape for x in operands if x.state.common}
     broadcasts = op.name == "broadcast_in_dim"
-    if len(shapes) != 1 or not (broadcasts or op.name in ELEMENTWISE):
+    elementwise = op.name in BINARY or op.name == "select_n"
+    if len(shapes) != 1 or not (broadcasts or elementwise):
         return None
     (shape,) = shapes
     (result,) = op.outputs
@@ -99,13 +97,28 @@ def settle(found: Findings) -> None:
                 found.uses[op] = replace(use, dropped=True)
                 if kernel.leaf in found.inexact:
                     found.note_use(use, "it is added to rows that all examples share")
+        elif use.late and op not in found.merged:
+            _settle_apart(found, use, use.leaf in with_rows)
         # The result's gradient is a sum over two paths, and only the path through the batch has a row for each example.
-        elif use.late and op in found.merged & found.leaked:
+        elif op in found.leaked:
             found.note_use(
                 use, "it reads rows that examples share, and the loss by itself"
             )
-        elif use.late and op not in found.merged:
-            _settle_apart(found, use, use.leaf in with_rows)
+        elif use.late:
+            found.uses[op] = replace(use, read=_repeated(use.read, found.n or 1))
+
+
+def _repeated(read: Read, n: int) -> Read:
+    """Return a read of rows that are repeated for `n` examples, on a new first axis."""
+    axis = axes_lib.examples(n)
+    new = len(axis)
+    rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
+    return replace(
+        read,
+        x_axes=(axis, *read.x_axes),
+        y_axes=(axis, *read.y_axes),
+        rows=tuple(rows),
+    )
 
 
 def _settle_apart(found: Findings, use: Use, with_rows: bool) -> None:

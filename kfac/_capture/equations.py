@@ -7,7 +7,7 @@ parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,6 @@ FUNCTIONS = frozenset(
     "log1p logistic rsqrt sin sinh sqrt square tan tanh".split()
 )
 WITHOUT_GRADIENT = frozenset({"stop_gradient", "floor", "ceil", "round", "sign"})
-# The programs inside these primitives only combine two elements, so they cannot hide a parameter.
-_COMBINING = ("scatter", "reduce")
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -108,18 +106,6 @@ def evaluate(within: Jaxpr, eqn: JaxprEqn, values: Sequence[Array]) -> list[Arra
     return jex.jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*variables.values())
 
 
-def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the programs in an equation's parameters, except programs that only combine two elements."""
-    if eqn.primitive.name.startswith(_COMBINING):
-        return
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
-
-
 def mark(eqn: JaxprEqn) -> MarkName | None:
     """Return the name of a marked output, or None for other equations."""
     if eqn.primitive.name != "name":
@@ -130,9 +116,10 @@ def mark(eqn: JaxprEqn) -> MarkName | None:
 
 def holds_mark(eqn: JaxprEqn) -> bool:
     """Return whether a program inside an equation marks an output."""
-    for jaxpr in inside(eqn):
-        if any(mark(inner) or holds_mark(inner) for inner in jaxpr.eqns):
-            return True
+    for program in jax.tree.leaves(eqn.params):
+        if isinstance(program, ClosedJaxpr | Jaxpr):
+            if any(mark(inner) or holds_mark(inner) for inner in program.eqns):
+                return True
     return False
 
 

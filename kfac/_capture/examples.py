@@ -12,7 +12,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 
 from kfac._capture import axes as axes_lib
-from kfac._capture import axis_rules
+from kfac._capture import axis_rules, parameters
 from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
 from kfac._capture.program import Op, Program, Value
 
@@ -41,7 +41,7 @@ def _all_foreign(value: Value) -> Axes:
 def place(
     program: Program,
     num_params: int,
-    doubled: Collection[int] | None,
+    doubled: Collection[int],
     n: int | None,
 ) -> None:
     """Record each array's axes, and whether the array depends on parameters, arguments and the batch.
@@ -49,12 +49,11 @@ def place(
     Args:
       program: the loss.
       num_params: the number of parameters, which are the program's first arguments.
-      doubled: the arguments that hold the examples on their first axis, counted from 0 after the parameters. None if
-        unknown.
-      n: the number of examples, or None if unknown.
+      doubled: the arguments that hold the examples on their first axis, counted from 0 after the parameters.
+      n: the number of examples. None if the examples are unknown; any argument and any constant array may hold them.
     """
     for k, value in enumerate(program.inputs):
-        held = doubled is not None and k - num_params in doubled
+        held = k - num_params in doubled
         value.axes = _all_foreign(value)
         if held and n:
             # The rows of a batch with another length do not correspond to the `n` examples.
@@ -63,31 +62,24 @@ def place(
             value.axes = (axis, *value.axes[1:])
         value.leaves = frozenset({k} if k < num_params else ())
         value.from_arguments = k >= num_params
-        value.of_batch = held or (value.from_arguments and doubled is None)
-    _place_all(program, n, hidden=doubled is None)
+        value.of_batch = held or (value.from_arguments and n is None)
+    _place_all(program, n)
 
 
-def _place_all(
-    program: Program,
-    n: int | None,
-    hidden: bool,
-) -> None:
-    """Record the facts about all arrays of a program, from the facts about its inputs.
-
-    If the examples are `hidden`, any constant array may hold them.
-    """
+def _place_all(program: Program, n: int | None) -> None:
+    """Record the facts about all arrays of a program, from the facts about its inputs."""
     for value in program.consts:
         value.axes = _with_examples(value, _all_foreign(value), n)
-        value.of_batch = (hidden and value.size > 1) or any(value.grown)
+        value.of_batch = (n is None and value.size > 1) or any(value.grown)
     makers: dict[Value, Op] = {}
     for op in program.ops:
         makers.update(dict.fromkeys(op.outputs, op))
         if op.scan:
-            _place_scan(op, n, hidden)
+            _place_scan(op, n)
         elif op.inner:
             for k, value in enumerate(op.inputs):
                 _copy(op.inner.inputs[k], value)
-            _place_all(op.inner, n, hidden)
+            _place_all(op.inner, n)
             for k, value in enumerate(op.outputs):
                 _copy(value, op.inner.outputs[k])
         else:
@@ -107,20 +99,16 @@ def _place_all(
 def _placed(op: Op, makers: Mapping[Value, Op]) -> list[Axes] | None:
     """Return the result axes of an operation on data, or None if the operation says nothing about them."""
     if op.name == "gather" or op.name.startswith("scatter"):
-        indices = op.inputs[1]
-        fresh = [_is_fresh(indices, k, makers) for k in range(indices.shape[-1])]
-        return [axis_rules.indexed(op.eqn, [value.axes for value in op.inputs], fresh)]
+        of_data = _columns_of_data(op.inputs[1], makers)
+        axes = [value.axes for value in op.inputs]
+        return [axis_rules.indexed(op.eqn, axes, of_data)]
     axes = [value.axes or _all_foreign(value) for value in op.inputs]
     if any(value.from_arguments and any(value.grown) for value in op.inputs):
         # Constants that grow with the batch, such as zeros, take the order of the data.
         for k, value in enumerate(op.inputs):
-            if value.from_arguments:
-                continue
-            of_value = list(axes[k])
-            for position, size in enumerate(value.shape):
-                if value.grown[position]:
-                    of_value[position] = foreign(size)
-            axes[k] = tuple(of_value)
+            if not value.from_arguments:
+                pairs = zip(axes[k], value.shape, value.grown, strict=True)
+                axes[k] = tuple(foreign(n) if grown else a for a, n, grown in pairs)
     return axis_rules.placed(op.eqn, axes)
 
 
@@ -131,36 +119,26 @@ def _joins(op: Op) -> bool:
     """
     if op.name != "concatenate":
         return False
+    along = parameters.parameter(op.eqn, "dimension")
     (result,) = op.outputs
-    twice = result.twice or result.shape
-    for k, size in enumerate(result.shape):
-        parts = {value.shape[k] for value in op.inputs}
-        if twice[k] not in (size, 2 * size) and parts != {size}:
-            return True
-    return False
+    size = result.shape[along]
+    return result.twice[along] not in (size, 2 * size)
 
 
-def _is_fresh(
-    indices: Value,
-    column: int,
-    makers: Mapping[Value, Op],
-) -> bool:
-    """Return whether an index component is independent of data, as is the first in `x[jnp.arange(n), k]`."""
+def _columns_of_data(indices: Value, makers: Mapping[Value, Op]) -> list[bool]:
+    """Return whether each index component depends on data. In `x[jnp.arange(n), k]`, the first does not."""
     maker = makers.get(indices)
-    if not indices.from_arguments or maker is None or maker.name != "concatenate":
-        return not indices.from_arguments
-    for value in maker.inputs:
-        if column < value.shape[-1]:
-            return not value.from_arguments
-        column -= value.shape[-1]
-    return False
+    if maker and maker.name == "concatenate":
+        columns = []
+        for part in maker.inputs:
+            columns += [part.from_arguments] * part.shape[-1]
+        # Otherwise the parts are joined along another axis.
+        if len(columns) == indices.shape[-1]:
+            return columns
+    return [indices.from_arguments] * indices.shape[-1]
 
 
-def _place_scan(
-    op: Op,
-    n: int | None,
-    hidden: bool,
-) -> None:
+def _place_scan(op: Op, n: int | None) -> None:
     """Record the axes inside a scan. If the scan goes over examples, each iteration sees only some of them."""
     assert op.inner and op.scan
     scan = op.scan
@@ -173,7 +151,7 @@ def _place_scan(
     # A carry may begin to depend on data, or lose its order, in a later iteration.
     changed = True
     while changed:
-        _place_all(op.inner, n, hidden)
+        _place_all(op.inner, n)
         before = list(map(_facts, carry))
         for start, end in zip(carry, op.inner.outputs, strict=False):
             pairs = zip(start.axes, end.axes, start.shape, strict=True)
@@ -212,16 +190,13 @@ def _with_examples(
 
     An axis that grows from `n` to `2 n` holds the examples in order. All other such axes are mixed.
     """
-    if not n or n == 1:
+    if n in (None, 1):
         return axes
     result = list(axes)
-    twice = value.twice or value.shape
     for k, size in enumerate(value.shape):
-        if size == twice[k] or axes_lib.holds_examples(axes[k]):
-            continue
-        result[k] = mixed(size)
-        if (size, twice[k]) == (n, 2 * n):
-            result[k] = examples(n)
+        if value.grown[k] and not axes_lib.holds_examples(axes[k]):
+            doubled = (size, value.twice[k]) == (n, 2 * n)
+            result[k] = examples(size) if doubled else mixed(size)
     return tuple(result)
 
 

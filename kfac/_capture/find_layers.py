@@ -187,10 +187,6 @@ class Analysis(NamedTuple):
     rules: list[Rule]
 
 
-# A description of the leaves on which the rule "reduce" has an effect, for messages.
-EXACT_KERNEL = "kernel of a product with exact rows"
-
-
 def layers_of(
     traced: Trace, options: Layers, marks: Marks, num_examples: int | None = None
 ) -> Analysis:
@@ -219,7 +215,8 @@ def layers_of(
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
     products = {k for k in kernels if main_use(uses[k]).read.op != "embedding"}
-    reduced = leaves_with("reduce", rules, products, EXACT_KERNEL)
+    what = "kernel of a product with exact rows"
+    reduced = leaves_with("reduce", rules, products, what)
     kernel_uses = {}
     for leaf in kernels:
         kernel_uses[names[leaf]] = [use for use in uses[leaf] if not use.late]

@@ -72,7 +72,10 @@ class Reads(Findings):
         states = list(map(_unbranched, states, op.inputs))
         operands = list(map(Operand, op.inputs, states))
         if op.unmarked and not op.inner:
-            self.unmarked |= _reads_batch(operands)
+            batch = any(
+                isinstance(x.state, Data) and x.value.of_batch for x in operands
+            )
+            self.unmarked |= batch and any(isinstance(x, View) for x in states)
         if not op.alive:
             return [Data()] * len(op.outputs)
         if common_reads(operands):
@@ -84,13 +87,7 @@ class Reads(Findings):
         if op.name == "optimization_barrier":
             return list(map(_behind_barrier, states))
         if op.inner:
-            if op.scan:
-                leaving = self._scan(op, states)
-            else:
-                leaving = self._walk(op.inner, states)
-            if any(isinstance(state, View) and state.scaled for state in leaving):
-                self.plan.look_inside(op)
-            return leaving
+            return self._scan(op, states) if op.scan else self._walk(op.inner, states)
         with_params = [k for k, s in enumerate(states) if not isinstance(s, Data)]
         if not with_params:
             result = Data(self._output_after(op, operands), common_reads(operands))
@@ -203,19 +200,10 @@ class Reads(Findings):
                 return None
             if isinstance(state, View):
                 if state.scaled:
-                    self.scale(op, operand)
+                    self.plan.multipliers[op] = operand
                 state = replace(state, made=(op, operand))
             results.append(state)
         return results
-
-
-def _reads_batch(operands: Operands) -> bool:
-    """Return whether an op combines a view of a parameter with data of the batch."""
-    views = batch = False
-    for value, state in operands:
-        views |= isinstance(state, View)
-        batch |= isinstance(state, Data) and value.of_batch
-    return views and batch
 
 
 def _behind_barrier(state: State) -> State:

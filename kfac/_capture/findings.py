@@ -52,8 +52,7 @@ class Findings:
       leaked: late uses whose results reach the loss by themselves.
       plan: the parts of a replay's plan that do not depend on taps. `multipliers` maps each op that produces a scaled
         view to the operand that is the view. `merges` maps each op at which common rows meet the examples to the axis
-        of the examples. `inside` holds the scans and remats around such ops, remats that common rows enter, and scans
-        and remats that a scaled view leaves.
+        of the examples.
     """
 
     n: int | None
@@ -71,11 +70,6 @@ class Findings:
         """Add a use. Return the state of its result."""
         self.uses[use.op] = use
         return Data(Output(use.op, use.read.y_axes))
-
-    def scale(self, op: Op, operand: int) -> None:
-        """Note that an op makes a scaled view of its input number `operand`."""
-        self.plan.multipliers[op] = operand
-        self.plan.look_inside(op)
 
     def note(
         self, leaf: int, operation: str, reason: str, layout: Layout | None = None

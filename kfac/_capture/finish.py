@@ -54,7 +54,8 @@ class KroneckerFinisher:
         self._n = n
         self._reduce = layer.weight_sharing == "reduce"
         self._parts = math.prod(atom.size for atom in use.picked)
-        self._stack = (*use.iterated, math.prod(atom.size for atom in use.read.batched))
+        loops = [loop.length for loop in use.loops()]
+        self._stack = (*loops, math.prod(atom.size for atom in use.read.batched))
         # The number of rows of each part.
         self._rows = collections.Counter[int]()
         # The taps bring batched copies to memory order, flips included. Scans stack copies in the order of their reads.

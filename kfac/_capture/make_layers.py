@@ -79,7 +79,7 @@ class LayerMaker(NamedTuple):
         if len(parts) < num_parts:
             notes.append(f"{len(parts)} of its {num_parts} parts read")
         num_uses = _count_uses(parts)
-        rows = {sum(use.for_all(self.n or 1).rows for use in part) for part in parts}
+        rows = {sum(use.rows for use in part) for part in parts}
         geometries = [use.read.geometry for use in uses]
         overlaps = [x.overlap for x in geometries if isinstance(x, Convolution)]
         return self._layer(
@@ -139,7 +139,7 @@ class LayerMaker(NamedTuple):
             cuts = []
             for k in range(1, len(sizes)):
                 cuts.append((math.prod(sizes[:k]), math.prod(sizes[k:])))
-            squarest = min(cuts, key=lambda cut: (cut[0] ** 2 + cut[1] ** 2, cut))
+            squarest = min(cuts, key=lambda cut: (sum(cut), cut))
             layout = Layout(("in", "out"), squarest)
         if chosen:
             note = "chosen by the user"
@@ -194,7 +194,7 @@ class LayerMaker(NamedTuple):
 
 def _count_uses(parts: Sequence[Sequence[Use]]) -> int:
     """Return how often each example uses a leaf's part, for the part with most uses."""
-    return max(sum(use.reads for use in part) for part in parts)
+    return max(sum(use.times(examples=True) for use in part) for part in parts)
 
 
 # If the longer side of a dense kernel has at least `LONG` rows, it is cut into blocks as long as the shorter side, but

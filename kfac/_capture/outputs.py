@@ -274,7 +274,7 @@ class Marks(tuple[Mark, ...]):
         """Add `make(mark)` to `plan`, for each mark, as the function to call at the mark."""
         for mark in self:
             plan.marks[mark.op] = mark.key, make(mark)
-            plan.look_inside(mark.op, [mark.key], mark.op.loops)
+            plan.hand_in(mark.op, [mark.key], mark.op.loops)
 
 
 def find_marks(traced: Trace) -> Marks:

@@ -119,6 +119,10 @@ def plan_taps(
     return planned
 
 
+# Attributes that depend on the size and length of a batch, and the cuts of factors, which only `find_layers` makes.
+BATCH_DEPENDENT = "overlap positions has_example_gradients num_blocks diagonal".split()
+
+
 def check_same(expected: Layers, found: Layers) -> None:
     """Raise a `ValueError` if a loss has other layers than `expected`."""
     if expected.paths != found.paths:
@@ -127,18 +131,12 @@ def check_same(expected: Layers, found: Layers) -> None:
             f"the parameters are not those that `layers` was found with; they differ in {differing}"
         )
     for a, b in zip(expected, found, strict=False):
-        # Batches may differ in size and length, on which these depend. Only `find_layers` cuts factors.
-        names = {field.name for field in dataclasses.fields(a) if field.compare}
-        names -= {
-            "overlap",
-            "positions",
-            "has_example_gradients",
-            "num_blocks",
-            "diagonal",
-        }
-        others = [
-            name for name in sorted(names) if getattr(a, name) != getattr(b, name)
-        ]
+        others = []
+        for field in dataclasses.fields(a):
+            name = field.name
+            compared = field.compare and name not in BATCH_DEPENDENT
+            if compared and getattr(a, name) != getattr(b, name):
+                others.append(name)
         if others:
             raise ValueError(
                 f"loss_fn has other layers than `layers`: expected {a.describe()}, found {b.describe()}, which differ "
@@ -180,7 +178,6 @@ def _plan_kronecker(
     for use in kernel_uses:
         if use.late:
             planned.plan.late[use.op] = batch
-        use = use.for_all(batch)
         read = use.read
         examples = _examples(planned, layer, use, moments)
         rows = _rows(use, examples)
@@ -203,8 +200,7 @@ def _plan_kronecker(
     taps = _over_devices(planned, layer, taps)
     for tap in taps:
         keys = [tap.key, tap.basis] if tap.basis else [tap.key]
-        loops = [loop for loop, iterates in tap.use.levels() if iterates]
-        planned.plan.place(tap, keys, loops)
+        planned.plan.place(tap, keys, tap.use.loops())
     planned.finishers[layer.name] = KroneckerFinisher(
         layer, taps, planned.num_examples, batch
     )
@@ -233,7 +229,7 @@ def _over_devices(
     if device_axes():
         return [dataclasses.replace(tap, scatter=scatter) for tap in taps]
     own_probes = len({tap.key for tap in taps}) == len(taps)
-    at_once = own_probes and all(tap.use.times == 1 for tap in taps)
+    at_once = own_probes and all(tap.use.times() == 1 for tap in taps)
     scatter = scatter._replace(at_once=at_once)
     result = []
     axes = set()
@@ -333,11 +329,7 @@ def _plan_elementwise(
     layer: Layer,
     uses: Sequence[list[Use]],
 ) -> None:
-    """Put taps behind all uses of an elementwise layer's parameters.
-
-    Uses that read the same entries share a probe, which adds up their gradients for each example.
-    """
-    keys: dict[tuple, Key] = {}
+    """Put taps behind all uses of an elementwise layer's parameters, each with a probe of its own."""
     probes: dict[Key, jax.ShapeDtypeStruct] = {}
     entries: dict[Key, Entries] = {}
     for column, uses_of_leaf in enumerate(uses):
@@ -352,20 +344,16 @@ def _plan_elementwise(
             flat = flatten(y_axes)
             atoms = [*use.scanned, *(flat[p] for p in arrange.features)]
             where = axes_lib.entries(use.view.shape, use.view.start, atoms)
-            # Uses of the same entries get the same key: their gradients are summed per example before squaring.
-            levels = use.levels(examples=True)
-            loops = [loop for loop, iterates in levels if iterates]
-            lengths = tuple(loop.length for loop in loops)
-            alike = (column, lengths, examples == (), where.tobytes())
-            key = keys.setdefault(alike, Key(layer.name, len(keys)))
+            key = Key(layer.name, len(probes))
+            loops = use.loops(examples=True)
             over_examples = tuple(k for k, loop in enumerate(loops) if loop.longer)
             entries[key] = Entries(column, where, over_examples)
             n = math.prod(arrange.split[p] for p in examples)
             units = math.prod(arrange.split[p] for p in arrange.features)
-            shape = (*lengths, n, units)
+            shape = (*(loop.length for loop in loops), n, units)
             # Only a single axis of examples can be split over devices.
             axes = planned.lies if len(examples) == 1 else None
-            lies = split_along(axes, shape, len(lengths))
+            lies = split_along(axes, shape, len(loops))
             probes[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
             spec = None if lies is None else PartitionSpec(*lies.spec[-2:])
             tap = ElementwiseTap(key, use, arrange, dtype, spec)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
@@ -41,16 +41,11 @@ from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, ca
 from kfac._capture.equations import IDENTITIES, SUMS
 from kfac._capture.parameters import array_type, parameter, result_shape, shapes
 from kfac._statistics.convolution import Convolution
-from kfac._statistics.rows import Dense, Lookup, accumulator
+from kfac._statistics.rows import Lookup, accumulator
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_ELEMENTWISE = ("add", "sub", "mul", "div", "max", "min", "pow", "select_n")
-# Elementwise operations, whose operands broadcast to the result's shape.
-ELEMENTWISE: dict[str, Callable[..., Array]] = {
-    "add_any": lax.add,
-    **{name: getattr(lax, name) for name in _ELEMENTWISE},
-}
-DENSE = Dense()
+# Elementwise operations with two operands.
+BINARY = SUMS | {"mul", "div", "max", "min", "pow"}
 # The dimension numbers of `lax.ragged_dot`.
 _RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 
@@ -70,7 +65,7 @@ class Read:
       batched: leaf atoms on a batch axis. Their entries are independent copies of the kernel.
       rows: pairs `(p, q)`: atom `p` of `y_axes` holds the same examples or positions as atom `q` of `x_axes`. Both are
         counted over all atoms.
-      geometry: converts the data to the normal form.
+      geometry: the convolution or lookup; None for any other operation.
       sign: -1 if the parameter is subtracted, otherwise 1.
       groups: in a ragged product, the position of the input with the group sizes. Each copy of the kernel reads a group
         of consecutive rows.
@@ -83,7 +78,7 @@ class Read:
     dtype: Any
     batched: tuple[Atom, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()
-    geometry: Dense | Convolution | Lookup = DENSE
+    geometry: Convolution | Lookup | None = None
     sign: int = 1
     groups: int | None = None
 
@@ -258,12 +253,12 @@ def _read_convolution(
     row_axes = [image_axis, *positions]
     order = sorted(range(len(row_axes)), key=row_axes.__getitem__)
     geometry = Convolution(
-        spec=tuple(numbers.lhs_spec),
+        spec=numbers.lhs_spec,
         window=tuple(kernel[k] for k in window),
-        strides=tuple(parameter(eqn, "window_strides")),
-        padding=tuple(map(tuple, parameter(eqn, "padding"))),
-        lhs_dilation=tuple(parameter(eqn, "lhs_dilation")),
-        rhs_dilation=tuple(parameter(eqn, "rhs_dilation")),
+        strides=parameter(eqn, "window_strides"),
+        padding=parameter(eqn, "padding"),
+        lhs_dilation=parameter(eqn, "lhs_dilation"),
+        rhs_dilation=parameter(eqn, "rhs_dilation"),
         out=tuple(out[k] for k in positions),
     )
     return _read(
@@ -319,8 +314,7 @@ def _read_lookup(
 
 
 READS: dict[str, Rule] = {
-    **dict.fromkeys(SUMS, _read_elementwise),
-    **dict.fromkeys(("mul", "div", "max", "min", "pow"), _read_elementwise),
+    **dict.fromkeys(BINARY, _read_elementwise),
     "dot_general": _read_product,
     "conv_general_dilated": _read_convolution,
     "gather": _read_lookup,

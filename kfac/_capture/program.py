@@ -6,14 +6,14 @@ define the meaning of an equation.
 
 from __future__ import annotations
 
-import collections
 import difflib
+import enum
 import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ class Value:
     Attributes:
       shape: the shape.
       dtype: the dtype.
+      twice: the array's shape in the trace with twice as many examples, or `shape` if that shape is not known.
       number: the value of a literal in the jaxpr; None for any other array.
-      twice: the array's shape in the trace with twice as many examples; None if that shape is not known.
       axes: the axes, as atoms (`axes.py`). Atoms that hold examples are marked (`examples.py`).
       of_batch: whether the array depends on the batch or has an axis of examples. If the loss hides its examples, its
         arguments and constant arrays count as the batch.
@@ -49,8 +49,8 @@ class Value:
 
     shape: tuple[int, ...]
     dtype: Any
+    twice: tuple[int, ...]
     number: Any = None
-    twice: tuple[int, ...] | None = None
     axes: Axes = ()
     of_batch: bool = False
     from_arguments: bool = False
@@ -65,8 +65,7 @@ class Value:
     @property
     def grown(self) -> tuple[bool, ...]:
         """For each axis, whether it is longer with twice as many examples."""
-        twice = self.twice or self.shape
-        return tuple(map(operator.ne, self.shape, twice))
+        return tuple(map(operator.ne, self.shape, self.twice))
 
     @property
     def rows(self) -> Axes:
@@ -118,9 +117,7 @@ class Op:
     @property
     def length(self) -> int:
         """The number of iterations, which is 1 unless the op is a scan."""
-        if self.scan is None:
-            return 1
-        return self.scan.length
+        return self.scan.length if self.scan else 1
 
     @property
     def loops(self) -> tuple[Op, ...]:
@@ -219,19 +216,16 @@ class Program:
 
     def axes_averaged_over(self) -> tuple[str, ...]:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
-        makers = {value: op for op in self.ops for value in op.outputs}
-        ahead = [self.outputs[0]]
+        # The scalars from which the loss is computed.
+        terms = {self.outputs[0]}
         axes: list[str] = []
-        while ahead:
-            maker = makers.get(ahead.pop())
-            if maker is None or maker.inner is not None:
+        for op in reversed(self.ops):
+            arrays = any(value.shape for value in op.outputs)
+            if arrays or op.inner or terms.isdisjoint(op.outputs):
                 continue
-            if all(value.shape == () for value in maker.outputs):
-                if maker.name in parameters.DEVICE_SUMS:
-                    axes += parameters.parameter(maker.eqn, "axes")
-                for value in maker.inputs:
-                    if value.shape == () and value.leaves:
-                        ahead.append(value)
+            if op.name in parameters.DEVICE_SUMS:
+                axes += parameters.parameter(op.eqn, "axes")
+            terms |= {x for x in op.inputs if x.shape == () and x.leaves}
         return tuple(dict.fromkeys(axes))
 
     def walk(self) -> Iterator[Op]:
@@ -252,7 +246,7 @@ def flat(closed: ClosedJaxpr, around: tuple[Op, ...] = ()) -> Program:
 def _value(var: parameters.Variable) -> Value:
     array = parameters.array_type(var)
     number = var.val if isinstance(var, Literal) else None
-    return Value(array.shape, array.dtype, number)
+    return Value(array.shape, array.dtype, array.shape, number)
 
 
 def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -275,8 +269,8 @@ def _inline(into: Program, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list
             results = _constrained(into, results, leaving)
         else:
             results = list(map(_value, eqn.outvars))
-            op = Op(eqn, jaxpr, inputs, results, around=into.around)
-            op.scan = parameters.scan(eqn)
+            scan = parameters.scan(eqn)
+            op = Op(eqn, jaxpr, inputs, results, scan, around=into.around)
             if op.name in ("remat2", "scan"):
                 body = parameters.inner_program(eqn, "jaxpr")
                 op.inner = flat(body, (*into.around, op))
@@ -354,29 +348,23 @@ def _compare_arrays(values: Iterable[Value], larger: Iterable[Value]) -> None:
 # -- reaching the loss -------------------------------------------------------------------------------------------------
 
 
-class Reached(NamedTuple):
-    """How an array reaches the loss.
+class Way(enum.Flag):
+    """How an array reaches the loss. Ways combine with `|`.
 
-    Attributes:
-      live: whether a gradient flows back to the array.
-      summed: whether the array reaches the loss only through sums and multiplications by scalars, as the terms of a
-        penalty do.
-      unmarked: whether some path from the array to the loss has no marked output.
+    LIVE: a gradient flows back to the array.
+    COMPUTED: on some path to the loss, there are operations other than sums and multiplications by scalars. The terms
+      of a penalty reach the loss without such operations.
+    UNMARKED: some path to the loss has no marked output.
     """
 
-    live: bool = False
-    summed: bool = False
-    unmarked: bool = False
+    LIVE = enum.auto()
+    COMPUTED = enum.auto()
+    UNMARKED = enum.auto()
 
 
-def _by_all(ways: Iterable[Reached]) -> Reached:
-    """Combine all ways in which an array reaches the loss."""
-    live = [way for way in ways if way.live]
-    return Reached(
-        bool(live),
-        bool(live) and all(way.summed for way in live),
-        any(way.unmarked for way in live),
-    )
+NOT_AT_ALL = Way(0)
+# How an array reaches the results of the `roots` in `mark_live`.
+_TO_ROOT = Way.LIVE | Way.COMPUTED
 
 
 def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
@@ -386,68 +374,74 @@ def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
     as they are, because they always refer to the loss, as in `find_layers`. No gradient flows through integers,
     booleans, or operations without a gradient, such as `stop_gradient`.
     """
-    loss = Reached() if roots else Reached(live=True, summed=True, unmarked=True)
-    _note_reached(program, [loss, *[Reached()] * (len(program.outputs) - 1)], roots)
+    loss = NOT_AT_ALL if roots else Way.LIVE | Way.UNMARKED
+    others = [NOT_AT_ALL] * (len(program.outputs) - 1)
+    _note_reached(program, [loss, *others], roots)
 
 
 def _note_reached(
-    program: Program, results: Sequence[Reached], roots: Collection[Op]
-) -> list[Reached]:
+    program: Program, results: Sequence[Way], roots: Collection[Op]
+) -> list[Way]:
     """Record which arrays and ops reach the loss, and return how the program's inputs do.
 
     `results` says how the program's results reach the loss. `roots` is as for `mark_live`.
     """
-    # For each array, an entry per live reader.
-    ways: dict[Value, list[Reached]] = collections.defaultdict(list)
+    ways: dict[Value, Way] = {}
 
-    def reach(value: Value, way: Reached) -> None:
+    def reach(value: Value, way: Way) -> None:
         variable = value.number is None and jnp.issubdtype(value.dtype, jnp.inexact)
-        if way.live and variable:
-            ways[value].append(way)
+        if Way.LIVE in way and variable:
+            if not roots:
+                value.branched = value in ways
+            ways[value] = reached(value) | way
 
-    def reached(value: Value) -> Reached:
-        if not roots:
-            value.branched = len(ways[value]) > 1
-        return _by_all(ways[value])
+    def reached(value: Value) -> Way:
+        return ways.get(value, NOT_AT_ALL)
 
     for value, way in zip(program.outputs, results, strict=True):
         reach(value, way)
     for op in reversed(program.ops):
         leaving = list(map(reached, op.outputs))
         if op.name in equations.WITHOUT_GRADIENT:
-            leaving = [Reached()] * len(leaving)
+            leaving = [NOT_AT_ALL] * len(leaving)
         elif op in roots:
-            leaving = [Reached(live=True)] * len(leaving)
+            leaving = [_TO_ROOT] * len(leaving)
         entering = _inputs_of(op, leaving, roots)
         together = _by_all(leaving)
-        op.alive = together.live
+        op.alive = Way.LIVE in together
+        op.summed = op.alive and Way.COMPUTED not in together
         if op.inner:
             op.alive |= any(inner.alive for inner in op.inner.ops)
-        op.summed = together.summed
         if not roots:
-            op.unmarked = together.unmarked
+            op.unmarked = Way.UNMARKED in together
         for value, way in zip(op.inputs, entering, strict=True):
             reach(value, way)
     return list(map(reached, program.inputs))
 
 
-def _inputs_of(op: Op, ways: Sequence[Reached], roots: Collection[Op]) -> list[Reached]:
+def _by_all(ways: Iterable[Way]) -> Way:
+    return functools.reduce(operator.or_, ways, NOT_AT_ALL)
+
+
+def _inputs_of(op: Op, ways: Sequence[Way], roots: Collection[Op]) -> list[Way]:
     """Return how an op's inputs reach the loss, if its results reach the loss in `ways`."""
     if op.inner is None:
         way = _by_all(ways)
-        summed = way.summed and equations.sums(op.eqn)
-        unmarked = way.unmarked and not equations.mark(op.eqn)
-        return [Reached(way.live, summed, unmarked)] * len(op.inputs)
+        if not equations.sums(op.eqn):
+            way |= Way.COMPUTED
+        if equations.mark(op.eqn):
+            way &= ~Way.UNMARKED
+        return [way] * len(op.inputs)
     if op.scan is None:
         return _note_reached(op.inner, ways, roots)
-    # An input of a scan never counts as summed, because the body may do anything with it.
-    ways = [way._replace(summed=False) for way in ways]
+    # An input of a scan always counts as computed, because the body may do anything with it.
+    ways = [way | Way.COMPUTED for way in ways]
     while True:
         inputs = _note_reached(op.inner, ways, roots)
         # A carry also reaches the loss through later iterations.
         more = list(ways)
         for k in range(op.scan.carried):
-            more[k] = _by_all([ways[k], inputs[op.scan.consts + k]])
+            more[k] |= inputs[op.scan.consts + k]
         if more == ways:
             return inputs
         ways = more

@@ -4,57 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._capture import primitives
 from kfac._capture.parameters import chosen
 from kfac._capture.program import Op, Program
 from kfac._capture.taps import Key, KroneckerTap, Probes, TapPlan, tapped, together
+from kfac._factors import static
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CommonRows:
-    """An array that all `n` examples share, repeated for each example: `[n, ...]`.
-
-    The repetition makes the gradient of each example known.
-    """
-
-    rows: Array
-
-
-MaybeCommon = Array | CommonRows
-
-
-def _any_common(values: Sequence[MaybeCommon]) -> bool:
-    return any(isinstance(value, CommonRows) for value in values)
-
-
-def _rows(value: MaybeCommon) -> Array:
-    if isinstance(value, CommonRows):
-        return value.rows
-    return value
-
-
-def _alone(value: MaybeCommon) -> Array:
-    if isinstance(value, CommonRows):
-        return value.rows[0]
-    return value
-
-
-class Replayed(NamedTuple):
+class Replayed:
     """An array of the replay.
 
-    If the array is a scaled view of a parameter, `multiplier` holds the derivatives of its entries with respect to the
-    parameter's.
+    Attributes:
+      value: the array.
+      multiplier: if the array is a scaled view of a parameter, the derivatives of its entries with respect to the
+        parameter's.
+      common: whether all `n` examples share the array. `value` then repeats it for each example, `[n, ...]`, which
+        makes the gradient of each example known.
     """
 
-    value: MaybeCommon
+    value: Array
     multiplier: Array | None = None
+    common: bool = static(False)
+
+    @property
+    def alone(self) -> Array:
+        """The array without repetitions."""
+        return self.value[0] if self.common else self.value
 
 
 # The values that a program's marks hand out, by key.
@@ -71,7 +53,7 @@ def replay(
       iterations.
     """
     results, handed = _replay(program, list(map(Replayed, args)), plan, probes)
-    return [_alone(result.value) for result in results], handed
+    return [result.alone for result in results], handed
 
 
 def _replay(
@@ -98,20 +80,21 @@ class _Replay:
         """Return an op's results."""
         plan = self.plan
         if not op.alive:
-            inputs = [x._replace(value=_alone(x.value)) for x in inputs]
-        if op in plan.inside:
+            return list(map(Replayed, op.compute([x.alone for x in inputs])))
+        if op.inner:
             return self._scan(op, inputs) if op.scan else self._remat(op, inputs)
         outs = self._tapped(op, inputs)
         if op in plan.marks:
             key, at_mark = plan.marks[op]
-            outs[0], self.handed[key] = at_mark(outs[0], self.probes[key])
+            out, self.handed[key] = at_mark(outs[0].value, self.probes[key])
+            return [Replayed(out)]
         if op not in plan.multipliers:
-            return list(map(Replayed, outs))
+            return outs
         # The result is a scaled view of a parameter.
         operand = plan.multipliers[op]
-        values = [_rows(x.value) for x in inputs]
+        values = [x.value for x in inputs]
         multipliers = op.derivatives(values, operand, inputs[operand].multiplier)
-        return list(map(Replayed, outs, multipliers))
+        return list(map(Replayed, [out.value for out in outs], multipliers))
 
     def _remat(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
         def block(inputs, probes):
@@ -134,7 +117,8 @@ class _Replay:
         for key, iterated in self.plan.inside[op].items():
             if iterated:
                 sliced[key] = self.probes[key]
-        values, multipliers = zip(*inputs, strict=True)
+        values = [x.value for x in inputs]
+        multipliers = [x.multiplier for x in inputs]
 
         def body(carry, slices):
             xs, probes, of_xs = slices
@@ -148,63 +132,62 @@ class _Replay:
             return outs[: scan.carried], (outs[scan.carried :], handed)
 
         options = chosen(op.eqn, ("length", "reverse", "unroll"))
-        slices = list(values[last:]), sliced, list(multipliers[last:])
-        carry, (ys, handed) = lax.scan(
-            body, list(values[first:last]), slices, **options
-        )
+        slices = values[last:], sliced, multipliers[last:]
+        carry, (ys, handed) = lax.scan(body, values[first:last], slices, **options)
         self.handed |= handed
         # A scaled view in the carry keeps its multiplier, because no iteration changes the view.
         return [*map(Replayed, carry, multipliers[first:last]), *map(Replayed, ys)]
 
-    def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Any]:
+    def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Replayed]:
         """Evaluate an op with the taps behind it."""
         plan = self.plan
         probes = self.probes
         taps = plan.taps.get(op, [])
         values = [x.value for x in inputs]
+        common = [x.common for x in inputs]
         if op in plan.late:
             other = taps[0].use.read.other
-            rows = values[other]
-            if not isinstance(rows, CommonRows):
-                shape = (plan.late[op], *rows.shape)
-                values[other] = CommonRows(jnp.broadcast_to(rows, shape))
+            if not common[other]:
+                shape = (plan.late[op], *values[other].shape)
+                values[other] = jnp.broadcast_to(values[other], shape)
+                common[other] = True
         kronecker = {}
         for tap in taps:
             if isinstance(tap, KroneckerTap) and not op.loops:
                 kronecker[tap.key] = probes[tap.key]
-        if kronecker and not _any_common(values):
+        if kronecker and not any(common):
             values, joined = together((values, kronecker))
             probes.update(joined)
-        outs = _evaluate(op, values, plan.merges.get(op))
+        axis = plan.merges.get(op)
+        outs = _evaluate(op, values, common, axis)
         for tap in taps:
             multiplier = inputs[tap.use.read.operand].multiplier
-            residuals = tap.residuals(list(map(_rows, values)), multiplier, probes)
-            y = tapped(tap, residuals, _rows(outs[0]), probes[tap.key])
-            outs = [CommonRows(y) if op in plan.late else y]
-        return outs
+            residuals = tap.residuals(values, multiplier, probes)
+            outs = [tapped(tap, residuals, outs[0], probes[tap.key])]
+        stays = any(common) and axis is None
+        return [Replayed(out, common=stays) for out in outs]
 
 
-def _evaluate(op: Op, values: Sequence[MaybeCommon], axis: int | None) -> list[Any]:
-    """Evaluate an op, whose inputs may be `CommonRows`.
+def _evaluate(
+    op: Op, values: Sequence[Array], common: Sequence[bool], axis: int | None
+) -> list[Array]:
+    """Evaluate an op, some of whose inputs may be `common`, as in `Replayed`.
 
     If common rows meet the examples at this op, `axis` is the result's axis of examples. Otherwise it is None.
     """
-    arrays = list(map(_rows, values))
-    if not _any_common(values):
-        return op.compute(arrays)
+    if not any(common):
+        return op.compute(values)
     if axis is not None and len(values) > 1:
-        shape = op.outputs[0].shape
-        whole = [jnp.broadcast_to(_at_axis(value, axis), shape) for value in values]
-        return [primitives.ELEMENTWISE[op.name](*whole)]
-    axes = [0 if isinstance(value, CommonRows) else None for value in values]
-    outs = jax.vmap(op.compute, in_axes=(axes,))(arrays)
+        whole = []
+        for value, repeated in zip(values, common, strict=True):
+            if repeated:
+                # The examples take the place of an axis of length 1.
+                value = jnp.moveaxis(jnp.squeeze(value, axis + 1), 0, axis)
+            whole.append(jnp.broadcast_to(value, op.outputs[0].shape))
+        # `op.compute` expects the arrays' own shapes, but an elementwise primitive takes any shape.
+        return [op.eqn.primitive.bind(*whole, **op.eqn.params)]
+    axes = [0 if repeated else None for repeated in common]
+    outs = jax.vmap(op.compute, in_axes=(axes,))(values)
     if axis is None:
-        return list(map(CommonRows, outs))
+        return outs
     return [jnp.moveaxis(jnp.take(outs[0], 0, axis=axis + 1), 0, axis)]
-
-
-def _at_axis(value: MaybeCommon, axis: int) -> Array:
-    """Return common rows with the examples at `axis`, where the rows have length 1."""
-    if isinstance(value, CommonRows):
-        return jnp.moveaxis(jnp.squeeze(value.rows, axis + 1), 0, axis)
-    return value

@@ -98,21 +98,20 @@ def with_multipliers(
       ValueError: without one of the rules, all layers would have the same multipliers.
     """
     index = {name: leaf for leaf, name in enumerate(names)}
-
-    def multiplied_by(rules: Sequence[Rule]) -> list[Layer]:
-        found = []
-        for layer in layers:
-            leaves = [index[path] for path in layer.params]
-            factors = [x.value for x in rules if not x.leaves.isdisjoint(leaves)]
-            if factors and layer.kind != "skipped":
-                layer = dataclasses.replace(layer, multiplier=float(factors[0]))
-            found.append(layer)
-        return found
-
     numbers = [rule for rule in rules if not isinstance(rule.value, str)]
-    found = multiplied_by(numbers)
+    effective = set()
+    found = []
+    for layer in layers:
+        leaves = [index[path] for path in layer.params]
+        matching = [rule for rule in numbers if not rule.leaves.isdisjoint(leaves)]
+        if matching and layer.kind != "skipped":
+            first, *others = matching
+            if first.value != (others[0].value if others else 1):
+                effective.add(first.text)
+            layer = dataclasses.replace(layer, multiplier=float(first.value))
+        found.append(layer)
     for rule in numbers:
-        if found == multiplied_by([other for other in numbers if other is not rule]):
+        if rule.text not in effective:
             raise ValueError(
                 f"{rule.text} has no effect: every layer that it matches is skipped, or has the same multiplier "
                 "without it"

@@ -180,8 +180,8 @@ class Use:
       view: the leaf, in the form in which the operation reads it.
       op: the operation.
       joined: for a bias or shift, the use to whose result it is added.
-      late: whether the use reads rows that all examples share. The examples then meet its result in a later operation;
-        `for_all` gives the use its axis of examples.
+      late: whether the use reads rows that all examples share. The examples then meet its result in a later operation,
+        and `common_rows.settle` gives the `read` an axis of examples.
       dropped: whether the use does not count, because it acts on constants only, as a penalty does.
     """
 
@@ -209,56 +209,24 @@ class Use:
         """The leaf's atoms that hold independent copies of a kernel."""
         return self.picked + self.scanned + self.read.batched
 
-    def levels(self, examples: bool = False) -> list[tuple[Op, bool]]:
-        """Return each scan around the use, and whether it iterates over the leaf.
+    def loops(self, examples: bool = False) -> list[Op]:
+        """Return the scans that iterate over the leaf. With `examples`, a scan over examples counts as well."""
+        pairs = zip(self.op.loops, self.view.stack, strict=True)
+        return [loop for loop, atoms in pairs if atoms or (examples and loop.longer)]
 
-        With `examples`, a scan over examples counts as well.
+    def times(self, examples: bool = False) -> int:
+        """Return how often the parameter is read: once for each iteration that shares it.
+
+        With `examples`, return how often each example reads it. Iterations over examples then do not count.
         """
-        return [
-            (loop, bool(atoms) or (examples and loop.longer))
-            for loop, atoms in zip(self.op.loops, self.view.stack, strict=True)
-        ]
-
-    @property
-    def iterated(self) -> tuple[int, ...]:
-        """Lengths of the scans that iterate over the leaf."""
-        return tuple(loop.length for loop, iterates in self.levels() if iterates)
-
-    @property
-    def reads(self) -> int:
-        """How often each example reads the parameter. Iterations over examples do not add to the number."""
-        return self._repeats(examples=True)
-
-    @property
-    def times(self) -> int:
-        """How often the parameter is read: once for each iteration that shares it."""
-        return self._repeats(examples=False)
-
-    def _repeats(self, examples: bool) -> int:
-        levels = self.levels(examples)
-        return math.prod(loop.length for loop, iterates in levels if not iterates)
+        over = self.loops(examples)
+        return math.prod(loop.length for loop in self.op.loops if loop not in over)
 
     @property
     def rows(self) -> int:
         """The number of rows: the positions of all examples, in all iterations that share the parameter."""
         atoms = flatten(self.read.y_axes)
-        return self.times * math.prod(a.size for a in atoms if not a.of_leaf)
-
-    def for_all(self, n: int) -> Use:
-        """Return a late use with `n` examples on a new first axis, and any other use unchanged."""
-        if not self.late:
-            return self
-        read = self.read
-        axis = axes_lib.examples(n)
-        new = len(axis)
-        rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
-        read = replace(
-            read,
-            x_axes=(axis, *read.x_axes),
-            y_axes=(axis, *read.y_axes),
-            rows=tuple(rows),
-        )
-        return replace(self, read=read, late=False)
+        return self.times() * math.prod(a.size for a in atoms if not a.of_leaf)
 
     def examples(self, n: int | None) -> tuple[int, ...] | None:
         """Return which of the result's atoms are the `n` examples, by position, slowest first.
@@ -270,7 +238,7 @@ class Use:
             return None
         # Look at the result as if the loops stacked it: a loop over micro-batches holds the slow part of the examples.
         along = tuple(loop.along for loop in self.op.loops)
-        positions = positions_of_examples(along + self.for_all(n).read.y_axes, n)
+        positions = positions_of_examples(along + self.read.y_axes, n)
         if positions is None:
             return None
         in_loops = len(flatten(along))

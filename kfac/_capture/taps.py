@@ -7,6 +7,7 @@ respect to the probes therefore yields the statistics in the same backward pass 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,11 @@ from kfac._factors import Kronecker, Ragged
 from kfac._layers import Layer
 from kfac._mesh import with_auto_axes
 from kfac._packing import pieces_along
+from kfac._statistics.convolution import Patches
 from kfac._statistics.moments import example_gradients, squares_in_basis
 from kfac._statistics.rows import (
     Arrangement,
     Lookup,
-    OneHot,
     RaggedRows,
     Rows,
     as_floats,
@@ -113,17 +114,26 @@ class KroneckerTap:
         """Return the sums, from the arrays of `residuals` and the gradient `g`."""
         read = self.use.read
         x, number, basis, sizes = residuals
-        if number is not None and not isinstance(read.geometry, Lookup):
-            # (c w) x = w (c x). The entry appended to `x` for a bias is not scaled.
-            x = as_floats(x, self.dtype)
-            x = x * number.astype(x.dtype)
-        if not self.use.op.loops and read.op == "conv":
+        conv = read.geometry
+        outputs: Any = Rows(self.arrange_g(g))
+        if isinstance(conv, Lookup):
+            counts = self.arrange_x(conv.counts(x, self.dtype))[:, 0, 0]
+            if number is not None:
+                counts = counts * number**2
+            return Kronecker(counts, self._side("G", outputs))
+        if conv and not self.use.op.loops:
             # Otherwise XLA would form patches from the arrays that the image is computed from, and keep them.
             x = lax.optimization_barrier(x)
-        inputs: Any = read.geometry.form(
-            x, self.arrange_x, self.homogeneous, self.dtype
-        )
-        outputs: Any = Rows(self.arrange_g(g))
+        x = as_floats(x, self.dtype)
+        if number is not None:
+            # (c w) x = w (c x). The entry appended to `x` for a bias is not scaled.
+            x = x * number.astype(x.dtype)
+        inputs: Any
+        if conv:
+            image = conv.channels_last(x)
+            inputs = Patches(image, conv, self.arrange_x, self.homogeneous)
+        else:
+            inputs = Rows(self.arrange_x(x), self.homogeneous)
         if sizes is not None:
             inputs = RaggedRows(inputs.array[0, 0], sizes)
             outputs = RaggedRows(outputs.array[0, 0], sizes)
@@ -131,11 +141,7 @@ class KroneckerTap:
         moments = None
         if basis is not None:
             moments = squares_in_basis(inputs, outputs, basis, self.dtype)
-        a = self._side("A", inputs)
-        g = self._side("G", outputs)
-        if number is not None and isinstance(inputs, OneHot):
-            a = a * number**2
-        return Kronecker(a, g, moments)
+        return Kronecker(self._side("A", inputs), self._side("G", outputs), moments)
 
     def _side(self, side: str, rows: Any) -> Array:
         """Return the sums of the rows on the side `"A"` (inputs) or `"G"` (output gradients)."""
@@ -259,8 +265,8 @@ class TapPlan:
       late: for an op with taps that reads rows shared by all examples, the number of examples.
       merges: for an op at which common rows meet the examples, the result's axis of examples.
       marks: for a marked output, its key and its function.
-      inside: the scans and remats whose bodies are replayed. For each, the keys of the probes used there, with True for
-        a probe that has an entry for each iteration.
+      inside: for a scan or remat, the keys of the probes used in its body, with True for a probe that has an entry for
+        each iteration.
     """
 
     def __init__(self):
@@ -269,7 +275,7 @@ class TapPlan:
         self.late: dict[Op, int] = {}
         self.merges: dict[Op, int] = {}
         self.marks: dict[Op, tuple[Key, AtMark]] = {}
-        self.inside: dict[Op, dict[Key, bool]] = {}
+        self.inside = collections.defaultdict[Op, dict[Key, bool]](dict)
 
     def place(
         self,
@@ -277,22 +283,12 @@ class TapPlan:
         keys: Sequence[Key],
         iterated: Sequence[Op],
     ) -> None:
-        """Put a tap behind its operation. See `look_inside` for the other arguments."""
+        """Put a tap behind its operation. See `hand_in` for the other arguments."""
         self.taps.setdefault(tap.use.op, []).append(tap)
-        self.look_inside(tap.use.op, keys, iterated)
+        self.hand_in(tap.use.op, keys, iterated)
 
-    def look_inside(
-        self,
-        op: Op,
-        keys: Sequence[Key] = (),
-        iterated: Sequence[Op] = (),
-    ) -> None:
-        """Replay the bodies of the scans and remats around an op, and of the op itself if it is one.
-
-        The probes `keys` are used there. They have an entry for each iteration of the scans `iterated`.
-        """
-        around = (*op.around, op) if op.inner else op.around
-        for outer in around:
-            inside = self.inside.setdefault(outer, {})
+    def hand_in(self, op: Op, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
+        """Use the probes `keys` at an op. They have an entry for each iteration of the scans `iterated`."""
+        for outer in op.around:
             for key in keys:
-                inside[key] = outer in iterated
+                self.inside[outer][key] = outer in iterated

@@ -63,7 +63,7 @@ class Batch(NamedTuple):
       argnums: the arguments that hold the examples: positions as `loss_fn` counts them, or keyword names.
       shared: names of leaves in these arguments that hold no examples, usually because of another leading length.
       unknown_batch_reason: why `n` is not known, as a sentence; empty if `n` is known.
-      leaves: the batch's arrays; None if unknown.
+      leaves: the batch's arrays; empty if unknown.
       several: whether the batch has arrays of different lengths that hold examples.
     """
 
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     argnums: tuple[ArgKey, ...] = ()
     shared: tuple[str, ...] = ()
     unknown_batch_reason: str = ""
-    leaves: tuple[Leaf, ...] | None = None
+    leaves: tuple[Leaf, ...] = ()
     several: bool = False
 
     @property
@@ -173,7 +173,7 @@ def trace(
 
     def compared(batch: Batch) -> Program:
         larger = list[Any](arrays)
-        for leaf in batch.leaves or ():
+        for leaf in batch.leaves:
             x = arrays[leaf.position]
             aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
             twice = (2 * aval.shape[0], *aval.shape[1:])
@@ -188,9 +188,7 @@ def trace(
     if program is None:
         program = flat(closed)
         mark_live(program)
-    positions = None
-    if batch.leaves is not None:
-        positions = {leaf.position for leaf in batch.leaves}
+    positions = {leaf.position for leaf in batch.leaves}
     place(program, len(names), positions, batch.num_examples)
     return Trace(program, arrays, rebuild, names, shapes, batch, closed.out_avals[0])
 
@@ -262,7 +260,7 @@ def _find_batch(
     reason = _why_hidden(several, reasons)
     batch = _batch(_leaves_of(several))
     return batch._replace(
-        num_examples=None, leaves=None, unknown_batch_reason=reason
+        num_examples=None, leaves=(), unknown_batch_reason=reason
     ), None
 
 
@@ -301,7 +299,7 @@ def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:
 
 
 def _leaves_of(batches: Sequence[Batch]) -> list[Leaf]:
-    return [leaf for batch in batches for leaf in batch.leaves or ()]
+    return [leaf for batch in batches for leaf in batch.leaves]
 
 
 def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
@@ -317,7 +315,7 @@ def _why_hidden(several: Sequence[Batch], reasons: Sequence[str]) -> str:
 def split_over(traced: Trace) -> AxisName | None:
     """Return the explicit mesh axes along which all arrays of the batch are split; None if the arrays differ."""
     specs = set()
-    for leaf in traced.batch.leaves or ():
+    for leaf in traced.batch.leaves:
         array = traced.arrays[leaf.position]
         if isinstance(array, Array):
             specs.add(jax.typeof(array).sharding.spec[0])
@@ -384,9 +382,9 @@ def _candidates(
     yield [_batch(group, leaves) for group in alike]
     batches = []
     for group in alike:
-        for out in group if 1 < len(group) <= FEW else ():
-            rest = [leaf for leaf in group if leaf is not out]
-            batches.append(_batch(rest, leaves))
+        if 1 < len(group) <= FEW:
+            for rest in itertools.combinations(group, len(group) - 1):
+                batches.append(_batch(rest, leaves))
     yield batches
     if batch_argnums is not None:
         return

@@ -26,9 +26,8 @@ from kfac._capture.states import (
     View,
     leaves_of,
 )
+from kfac._layers import KRONECKER_KINDS
 from kfac._statistics.rows import accumulator
-
-KERNEL_OPS = frozenset({"dense", "conv"})
 
 
 def product(found: Findings, op: Op, operands: Operands) -> State:
@@ -111,7 +110,7 @@ def elementwise(
     if joined or (repeats and value.of_batch and not data.common):
         if view.inexact or view.beside:
             return None
-        if joined is None or found.uses[joined.op].read.op not in KERNEL_OPS:
+        if joined is None or found.uses[joined.op].read.op not in KRONECKER_KINDS:
             found.without_common_rows(data)
         state = found.add(Use(read, view, op, joined))
         return replace(state, common=data.common)
@@ -215,7 +214,7 @@ def _join(
     if output is None or read.op != "add" or view.scaled:
         return None
     use = found.uses[output.use]
-    is_kernel = use.read.op in KERNEL_OPS
+    is_kernel = use.read.op in KRONECKER_KINDS
     # In `b - y`, the gradients of a kernel have the opposite sign to the gradients of its bias.
     if is_kernel and op.name == "sub" and read.operand == 0:
         return None
@@ -332,7 +331,7 @@ def _combine(
     if keeps_rows and beside and view.leaf not in beside:
         scaled = view.scaled or by_number
         if scaled:
-            found.scale(op, operand)
+            found.plan.multipliers[op] = operand
         return replace(view, scaled=scaled, beside=view.beside | beside)
     return replace(
         view,

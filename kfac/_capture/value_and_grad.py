@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -131,10 +131,11 @@ def value_and_grad(
     @takes_kwargs
     @on_mesh
     def with_factors(params, *args, kwargs=None, fisher_key=None, basis=None):
-        (loss, aux), grads, factors = evaluate(
+        found = evaluate(
             params, args, dict(kwargs or {}), fisher_key, basis, gradients=True
         )
-        return (loss, aux) if has_aux else loss, grads, factors
+        value = (found.loss, found.aux) if has_aux else found.loss
+        return value, found.grads, found.factors
 
     return with_factors
 
@@ -199,7 +200,9 @@ def statistics(
             kwargs = part.kwargs
             examples = part.of(num_examples)
             evaluate = dataclasses.replace(evaluator, num_examples=examples)
-        return evaluate(params, args, kwargs, fisher_key, basis, gradients=False)[2]
+        return evaluate(
+            params, args, kwargs, fisher_key, basis, gradients=False
+        ).factors
 
     return factors_of
 
@@ -224,6 +227,16 @@ def wire_dtype(distribution: Wire | None) -> str:
             f"distribution must be a kfac.Distribution or None, but is {distribution!r}"
         )
     return distribution.communication_dtype
+
+
+class Evaluation(NamedTuple):
+    """The results of an `Evaluator`. Without gradients, `grads` is None."""
+
+    loss: Array
+    aux: PyTree
+    grads: PyTree
+    factors: Factors
+    num_examples: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +268,8 @@ class Evaluator:
         fisher_key: Array | None,
         basis: Mapping[str, Basis] | None,
         gradients: bool,
-    ) -> tuple[tuple[Array, PyTree], PyTree, Factors]:
-        """Return `(loss, aux)`, the gradients, or None without `gradients`, and the factors."""
+    ) -> Evaluation:
+        """Evaluate the loss and its statistics, and with `gradients` its gradients."""
         key = _typed_key(fisher_key, self.fisher)
         if basis is not None:
             check_basis(basis, self.layers)
@@ -312,7 +325,8 @@ class Evaluator:
         if gradients:
             grads = jax.tree.unflatten(structure, list(found.values()))
         factors = Factors(factors, {path: found[k] for path, k in own.items()})
-        return traced.rebuild(outs), grads, factors
+        loss, aux = traced.rebuild(outs)
+        return Evaluation(loss, aux, grads, factors, planned.num_examples)
 
     def _marks(self, traced: Trace) -> Marks:
         """Find the marked outputs.

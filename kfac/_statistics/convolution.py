@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -24,7 +23,6 @@ from kfac._statistics.rows import (
     Rows,
     accumulator,
     append,
-    as_floats,
     bordered,
     diagonal_blocks,
 )
@@ -60,10 +58,10 @@ class Convolution:
             windows *= max(1.0, min(size / stride, places))
         return windows
 
-    def form(self, x, arrange, homogeneous, dtype) -> Patches:
+    def channels_last(self, x: Array) -> Array:
+        """Return the operation's images as `[n, *spatial, channels]`."""
         batch, channel, *spatial = self.spec
-        image = as_floats(x, dtype).transpose(batch, *spatial, channel)
-        return Patches(image, self, arrange, homogeneous)
+        return x.transpose(batch, *spatial, channel)
 
 
 def patches(
@@ -152,19 +150,10 @@ class Patches:
 
     def sums(self) -> Array:
         x = self.image
-        conv = self.conv
-        taps = []
-        # Only a single tap is formed at a time.
-        for offset in itertools.product(*(range(size) for size in conv.window)):
-            padding = []
-            for k, (low, high) in enumerate(conv.padding):
-                padding.append((low - offset[k] * conv.rhs_dilation[k], high))
-            tap = dataclasses.replace(
-                conv, window=(1,) * len(offset), padding=tuple(padding)
-            )
-            seen = patches(x, tap).reshape(len(x), -1, x.shape[-1])
-            taps.append(jnp.sum(seen, axis=1, dtype=accumulator(x.dtype)))
-        total = self._feature_arrangement((len(x),))(jnp.stack(taps, axis=1))[:, :, 0]
+        positions = range(1, 1 + len(self.conv.out))
+        seen = patches(x, self.conv)
+        total = jnp.sum(seen, axis=positions, dtype=accumulator(x.dtype))
+        total = self._feature_arrangement((len(x),))(total)[:, :, 0]
         if not self.arrange.examples:
             total = jnp.sum(total, axis=1, keepdims=True)
         return append(total, self.homogeneous, self.count // total.shape[1])

@@ -89,8 +89,5 @@ def example_gradients(
     if coefficient is not None:
         gradients = gradients * taken(coefficient).astype(gradients.dtype)
     axes = [*arrange.examples, *arrange.features]
-    order = sorted(axes)
-    # Sum before transposing, in the array's memory layout.
-    gradients = jnp.sum(gradients, axis=arrange.rows)
-    gradients = gradients.transpose([order.index(k) for k in axes])
+    gradients = jnp.einsum(gradients, [*range(gradients.ndim)], axes)
     return gradients.reshape(-1, math.prod(arrange.split[k] for k in arrange.features))

@@ -122,34 +122,10 @@ def as_floats(
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense:
-    """The geometry of a matrix product.
-
-    A geometry says how an operation turns its data into rows. Each layer kind has its own: `Dense`, `Convolution` or
-    `Lookup`.
-    """
-
-    def form(
-        self,
-        x: Array,
-        arrange: Arrangement,
-        homogeneous: float | None,
-        dtype: DTypeLike,
-    ) -> Rows:
-        """Return an operation's rows: `Rows`, or `Patches` for a convolution, or `OneHot` for a lookup.
-
-        Args:
-          x: the operation's data operand.
-          arrange: brings the rows to the normal form.
-          homogeneous: the last entry of every row, None for a layer without a bias.
-          dtype: the dtype of the sums.
-        """
-        return Rows(arrange(as_floats(x, dtype)), homogeneous)
-
-
-@dataclasses.dataclass(frozen=True)
 class Lookup:
     """The geometry of a gather from a table, whose inputs are one-hot rows.
+
+    The sum of the rows' outer products is diagonal, with the count of each index as its entries.
 
     Attributes:
       rows: the table's number of rows.
@@ -161,34 +137,19 @@ class Lookup:
     column: int
     drop: bool
 
-    def form(self, x, arrange, homogeneous, dtype) -> OneHot:
-        return OneHot(x, self, arrange, dtype)
+    def counts(self, indices: Array, dtype: DTypeLike) -> Array:
+        """Count how often each row is looked up, `[rows]`.
 
-
-@dataclasses.dataclass(frozen=True)
-class OneHot:
-    """One-hot rows, stored as indices. Their `gram` would be diagonal, with the count of each index as its entries.
-
-    Attributes:
-      indices: the indices of `lax.gather`, `[..., components]`. Negative indices are out of range.
-      lookup: the geometry.
-      arrange: brings the counts to the table's memory order.
-      dtype: the dtype of the counts.
-    """
-
-    indices: Array
-    lookup: Lookup
-    arrange: Arrangement
-    dtype: DTypeLike
-
-    def diagonal(self) -> Array:
-        flat = self.indices[..., self.lookup.column].reshape(-1)
-        inside = jnp.clip(flat, 0, self.lookup.rows - 1)
-        weight = jnp.ones_like(flat, self.dtype)
-        if self.lookup.drop:
-            weight = (flat == inside).astype(self.dtype)
-        counts = jax.ops.segment_sum(weight, inside, num_segments=self.lookup.rows)
-        return self.arrange(counts)[:, 0, 0]
+        Args:
+          indices: the indices of `lax.gather`, `[..., components]`. Negative indices are out of range.
+          dtype: the dtype of the counts.
+        """
+        flat = indices[..., self.column].reshape(-1)
+        inside = jnp.clip(flat, 0, self.rows - 1)
+        weight = jnp.ones_like(flat, dtype)
+        if self.drop:
+            weight = (flat == inside).astype(dtype)
+        return jax.ops.segment_sum(weight, inside, num_segments=self.rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax import Array
 from optax import Params
 
-from kfac._capture.find_layers import layers_of
-from kfac._capture.outputs import find_marks
-from kfac._capture.trace import batch_arguments, trace
-from kfac._capture.value_and_grad import statistics
+from kfac._capture.value_and_grad import Evaluator
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
+from kfac._mesh import on_mesh
 
 
 def estimate_factors(
@@ -54,33 +53,21 @@ def estimate_factors(
     Raises:
       ValueError: `batches` is empty. `value_and_grad` lists the other errors.
     """
-    measure = statistics(
-        loss_fn,
-        layers,
-        fraction=1,
-        has_aux=has_aux,
-        fisher=fisher,
-        num_examples=num_examples,
-    )
+    evaluate = Evaluator(loss_fn, layers, has_aux, fisher, num_examples, "float32")
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def averaged(mean, count, params, batch, number):
-        argnums, shared = batch_arguments(layers, (batch,), {})
-        traced = trace(loss_fn, has_aux, params, (batch,), {}, argnums, shared)
-        found = layers_of(traced, layers, find_marks(traced), num_examples)
+    @on_mesh
+    def added(total, params, batch, number):
         own_key = None if key is None else jax.random.fold_in(key, number)
-        factors = measure(params, batch, fisher_key=own_key, basis=basis).whole()
-        if mean is None:
-            return factors, found.num_examples
-        total = count + found.num_examples
-        share = found.num_examples / total
-        mean = jax.tree.map(lambda old, new: old + share * (new - old), mean, factors)
-        return mean, total
+        found = evaluate(params, (batch,), {}, own_key, basis, gradients=False)
+        n = float(found.num_examples)
+        weighted = optax.tree.scale(n, found.factors.whole()), n
+        return weighted if total is None else optax.tree.add(total, weighted)
 
-    mean = None
-    count = 0
+    total = None
     for number, batch in enumerate(batches):
-        mean, count = averaged(mean, count, params, batch, number)
-    if mean is None:
+        total = added(total, params, batch, number)
+    if total is None:
         raise ValueError("batches is empty: there is nothing to take statistics of")
-    return mean
+    factors, count = total
+    return optax.tree.scale(1 / count, factors)
