@@ -93,9 +93,8 @@ def in_parts(
             def folded(path, leaf):
                 inside = len(path) > 1 and path[0].key == "kwargs"
                 name = getattr(path[inside], "key", None)
-                untyped = name in ("key", "fisher_key")
-                typed = isinstance(leaf, Array) and is_typed_key(leaf)
-                if is_key(leaf) and (typed or untyped):
+                named = name in ("key", "fisher_key")
+                if is_key(leaf) and (named or is_typed_key(leaf)):
                     return jax.random.fold_in(leaf, number)
                 return leaf
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ def _reverse(eqn: JaxprEqn, axes: Axes) -> Follow:
 
 def _tile(eqn: JaxprEqn, axes: Axes) -> Follow:
     repeats = map(foreign, parameter(eqn, "reps"))
-    return Follow((tuple(a + b for a, b in zip(repeats, axes, strict=True)),))
+    return Follow((tuple(map(operator.add, repeats, axes)),))
 
 
 def _slice(eqn: JaxprEqn, axes: Axes) -> Follow | None:

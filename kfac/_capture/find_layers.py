@@ -225,9 +225,10 @@ def layers_of(
     )
 
     # Make a layer for each leaf. A kernel shares its layer with its bias, and a scale with its shift.
-    maker = LayerMaker(traced, reads, uses, order, batch.num_examples or n)
+    count = batch.num_examples or n
+    maker = LayerMaker(traced, reads, uses, order, count)
     reached = traced.program.outputs[0].leaves | chosen
-    notes = {leaf: UNREACHED for leaf in left - reached}
+    notes = dict.fromkeys(left - reached, UNREACHED)
     notes |= dict.fromkeys(skipped, "skipped by the user")
     notes |= dict.fromkeys(empty, "has no elements")
     found: list[Layer] = []
@@ -253,7 +254,7 @@ def layers_of(
         options,
         layers=_named(found, names),
         paths=tuple(names),
-        num_examples=batch.num_examples or n,
+        num_examples=count,
         batch_argnums=batch.argnums,
         _shared_arrays=batch.shared,
         _unknown_batch_reason=batch.unknown_batch_reason,

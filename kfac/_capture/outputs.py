@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, TapPlan
 from kfac._capture.trace import Batch, Trace, trace
 from kfac._checks import check
-from kfac._mesh import PyTree, as_varying, varying_axes, with_auto_axes
+from kfac._mesh import PyTree, with_auto_axes
 from kfac._statistics.rows import accumulator
 
 
@@ -299,28 +298,6 @@ def find_marks(traced: Trace) -> Marks:
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pull(
-    transposed: Callable,
-    x: Array,
-    entry: Array,
-    zeros: Array,
-) -> Array:
-    """Return `zeros`. In the backward pass, their cotangent `g` gives `x` the cotangent `transposed(x, entry, g)`."""
-    return zeros
-
-
-def _pull_backward(transposed, residuals, g):
-    x, entry = residuals
-    # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-    pulled = with_auto_axes(transposed, x)(x, entry, g).astype(x.dtype)
-    pulled = as_varying(pulled, varying_axes(x))
-    return pulled, None, as_varying(jnp.zeros_like(g), varying_axes(g))
-
-
-_pull.defvjp(lambda transposed, x, entry, zeros: (zeros, (x, entry)), _pull_backward)
-
-
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """An `AtMark` function that hands out zeros whose gradients come from the likelihood.
@@ -339,44 +316,33 @@ class Draw:
     n: int
     expected: bool
 
-    def __call__(self, x: Array, entry: Array) -> tuple[Array, Array]:
-        axes = x.ndim - 1 if self.expected else x.ndim
-        # The zeros are computed from `x` to have its sharding and its varying axes.
-        zeros = lax.stop_gradient(jnp.sum(x, axis=tuple(range(axes))) * 0)
-        transposed = self._expected if self.expected else self._sampled
-        return x, _pull(transposed, x, entry, zeros)
+    def __call__(self, x: Array, key: Array) -> tuple[Array, Array]:
+        # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
+        zeros = with_auto_axes(self._expected if self.expected else self._sampled)
+        return x, zeros(x, key)
+
+    def _sampled(self, x: Array, key: Array) -> Array:
+        likelihood = self.mark.likelihood
+        fixed = lax.stop_gradient(x).astype(accumulator(x.dtype))
+        target = likelihood.sample(key, fixed)
+        score = jax.grad(lambda z: jnp.sum(likelihood.log_prob(z, target)))(fixed)
+        return jnp.sum(-self._scale * score * _zeros_of(x))
+
+    def _expected(self, x: Array, key: Array) -> Array:
+        signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
+        roots = self.mark.likelihood.times_root(
+            lax.stop_gradient(x), _zeros_of(x), "fisher='expected'"
+        )
+        return jnp.sum(self._scale * signs * roots, axis=range(x.ndim - 1))
 
     @property
     def _scale(self) -> float:
         return math.sqrt(self.mark.weight) / self.n
 
-    def _sampled(
-        self,
-        x: Array,
-        key: Array,
-        g: Array,
-    ) -> Array:
-        likelihood = self.mark.likelihood
-        wide = x.astype(accumulator(x.dtype))
-        target = likelihood.sample(key, wide)
-        score = jax.grad(lambda z: jnp.sum(likelihood.log_prob(z, target)))(wide)
-        return -g * self._scale * score
 
-    def _expected(
-        self,
-        x: Array,
-        key: Array,
-        g: Array,
-    ) -> Array:
-        signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
-
-        def root(v):
-            return self.mark.likelihood.times_root(x, v, "fisher='expected'")
-
-        # Give the argument the varying axes of the outputs, or `shard_map` would sum its cotangent over devices.
-        zeros = as_varying(jnp.zeros(x.shape, signs.dtype), varying_axes(x))
-        _, transposed = jax.vjp(root, zeros)
-        return transposed(signs * g.astype(signs.dtype))[0] * self._scale
+def _zeros_of(x: Array) -> Array:
+    """Return zeros whose derivative with respect to `x` is the identity."""
+    return x - lax.stop_gradient(x)
 
 
 def keys_of(marks: Marks, key: Array) -> dict[Key, Array]:
@@ -391,16 +357,9 @@ def keys_of(marks: Marks, key: Array) -> dict[Key, Array]:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
 def at_weight(x: Array, scale: Array) -> tuple[Array, Array]:
-    """Return both arguments unchanged at a mark. The backward pass multiplies the cotangent of `x` by `scale`."""
-    return x, scale
-
-
-at_weight.defvjp(
-    lambda x, scale: ((x, scale), scale),
-    lambda scale, g: ((g[0] * scale).astype(g[0].dtype), jnp.zeros_like(scale)),
-)
+    """Return both arguments unchanged at a mark. The derivative of the first with respect to `x` is `scale`."""
+    return x + ((scale - 1) * _zeros_of(x)).astype(x.dtype), scale
 
 
 def weights_to(marks: Marks, power: float) -> dict[Key, Array]:

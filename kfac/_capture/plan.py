@@ -220,10 +220,10 @@ def _over_devices(
     - The program runs over a mesh, and a tap's data or gradient cannot be split by examples, or the taps would split
       over different mesh axes. XLA then sums whole matrices.
     """
+    linear = layer.weight_sharing == "expand"
     for tap in taps:
-        if tap.key.role or tap.use.read.groups is not None:
-            return taps
-    if layer.weight_sharing == "reduce":
+        linear &= not tap.key.role and tap.use.read.groups is None
+    if not linear:
         return taps
     scatter = ReduceScatter(tuple(layer.side_shapes.values()), planned.wire)
     if device_axes():
@@ -231,14 +231,8 @@ def _over_devices(
     own_probes = len({tap.key for tap in taps}) == len(taps)
     at_once = own_probes and all(tap.use.times() == 1 for tap in taps)
     scatter = scatter._replace(at_once=at_once)
-    result = []
-    axes = set()
-    for tap in taps:
-        over_mesh = _over_mesh(tap, planned.batch, scatter)
-        if over_mesh.scatter is None:
-            return taps
-        axes.add(over_mesh.scatter.axes)
-        result.append(over_mesh)
+    result = [_over_mesh(tap, planned.batch, scatter) for tap in taps]
+    axes = {tap.scatter.axes if tap.scatter else () for tap in result}
     return result if len(axes) == 1 else taps
 
 

@@ -43,6 +43,7 @@ from kfac._checks import (
 )
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
+from kfac._leaves import leaves_by_path
 from kfac._mesh import (
     PyTree,
     as_varying,
@@ -301,18 +302,15 @@ class Evaluator:
         elif marks.weighted:
             marks.place(planned.plan, lambda mark: at_weight)
             entries |= weights_to(marks, 0)
-        leaves, structure = jax.tree.flatten(params)
+        leaves = leaves_by_path(params)
         # The layers with gradient factors need their gradients.
-        own = {}
+        own: list[str] = []
         for layer in self.layers.with_gradient_factors:
-            for path in layer.params:
-                own[path] = traced.names.index(path)
-        wanted = dict(enumerate(leaves))
-        if not gradients:
-            wanted = {k: leaves[k] for k in own.values()}
+            own += layer.params
+        wanted = leaves if gradients else {path: leaves[path] for path in own}
 
         def run(wanted, entries):
-            inputs = [wanted.get(k, x) for k, x in enumerate(leaves)] + traced.arrays
+            inputs = [*(leaves | wanted).values(), *traced.arrays]
             return replay(traced.program, inputs, planned.plan, entries)
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
@@ -323,8 +321,10 @@ class Evaluator:
         )
         grads = None
         if gradients:
-            grads = jax.tree.unflatten(structure, list(found.values()))
-        factors = Factors(factors, {path: found[k] for path, k in own.items()})
+            # `found` is sorted by path.
+            in_order = [found[path] for path in leaves]
+            grads = jax.tree.unflatten(jax.tree.structure(params), in_order)
+        factors = Factors(factors, {path: found[path] for path in own})
         loss, aux = traced.rebuild(outs)
         return Evaluation(loss, aux, grads, factors, planned.num_examples)
 
@@ -368,25 +368,25 @@ def _differentiate(
     run: Callable,
     planned: StatisticsPlan,
     marks: Marks,
-    wanted: dict[int, Array],
+    wanted: dict[str, Array],
     probes: Probes,
     entries: Probes,
     fisher: str,
-) -> tuple[list[Array], dict[int, Array], Factors]:
+) -> tuple[list[Array], dict[str, Array], Factors]:
     """Run one forward pass, a backward pass for the loss, and further backward passes for the likelihood.
 
     Args:
-      run: evaluates the loss with its taps, from parameter leaves by position and the entries among the probes. Returns
+      run: evaluates the loss with its taps, from parameter leaves by path and the entries among the probes. Returns
         the loss function's outputs, and the values that the marks hand out.
       planned: the taps.
       marks: the marked outputs.
-      wanted: the leaves whose gradients are wanted, by position. Other gradients are not computed.
+      wanted: the leaves whose gradients are wanted, by path. Other gradients are not computed.
       probes: zeros, whose cotangents are the statistics.
       entries: further inputs of taps and marks.
       fisher: as in `value_and_grad`.
 
     Returns:
-      The loss function's outputs, the wanted gradients by position, and the factors.
+      The loss function's outputs, the wanted gradients by path, and the factors.
     """
 
     def loss_and_handed(wanted, probes):

@@ -144,12 +144,12 @@ class Lookup:
           indices: the indices of `lax.gather`, `[..., components]`. Negative indices are out of range.
           dtype: the dtype of the counts.
         """
-        flat = indices[..., self.column].reshape(-1)
-        inside = jnp.clip(flat, 0, self.rows - 1)
-        weight = jnp.ones_like(flat, dtype)
-        if self.drop:
-            weight = (flat == inside).astype(dtype)
-        return jax.ops.segment_sum(weight, inside, num_segments=self.rows)
+        row = indices[..., self.column].reshape(-1)
+        if not self.drop:
+            row = jnp.clip(row, 0, self.rows - 1)
+        # A sum over segments drops indices out of range, negative indices included.
+        ones = jnp.ones_like(row, dtype)
+        return jax.ops.segment_sum(ones, row, num_segments=self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
