@@ -10,10 +10,16 @@ from dataclasses import replace
 
 from kfac._capture import axes as axes_lib
 from kfac._capture.equations import SUMS
-from kfac._capture.findings import Findings
 from kfac._capture.primitives import BINARY, Read
 from kfac._capture.program import Op
-from kfac._capture.states import Data, Operands, Use, View, common_reads
+from kfac._capture.states import (
+    Data,
+    Findings,
+    Operands,
+    Use,
+    View,
+    common_reads,
+)
 
 
 def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
@@ -30,7 +36,7 @@ def meet_examples(found: Findings, op: Op, operands: Operands) -> bool:
     axis = _axis_of_examples(op, operands, found.n)
     if axis is None:
         return False
-    found.plan.merges[op] = axis
+    found.merges[op] = axis
     found.merged |= common_reads(operands)
     return True
 

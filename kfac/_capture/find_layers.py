@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from kfac._capture.find_reads import Reads
-from kfac._capture.findings import Inexact
 from kfac._capture.make_layers import (
     LayerMaker,
     Uses,
@@ -22,7 +21,7 @@ from kfac._capture.make_layers import (
 from kfac._capture.outputs import Marks, find_marks
 from kfac._capture.program import Program
 from kfac._capture.rules import Rule, leaves_with, match_rules, with_multipliers
-from kfac._capture.states import Use
+from kfac._capture.states import Inexact, Use
 from kfac._capture.trace import Argnums, Trace, trace
 from kfac._checks import (
     RENAMED,

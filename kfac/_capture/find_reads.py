@@ -15,12 +15,12 @@ from kfac._capture import common_rows, uses
 from kfac._capture.axes import Axis
 from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import FUNCTIONS, SUMS
-from kfac._capture.findings import Findings
 from kfac._capture.primitives import Read
 from kfac._capture.program import Op, Program, Value
 from kfac._capture.states import (
     Data,
     Derived,
+    Findings,
     Operand,
     Operands,
     Output,
@@ -200,7 +200,7 @@ class Reads(Findings):
                 return None
             if isinstance(state, View):
                 if state.scaled:
-                    self.plan.multipliers[op] = operand
+                    self.multipliers[op] = operand
                 state = replace(state, made=(op, operand))
             results.append(state)
         return results

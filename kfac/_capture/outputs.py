@@ -426,7 +426,7 @@ def marked(
     n, unclear = marks.num_examples(num_examples, traced.batch, {})
     if n is None:
         raise ValueError(unclear.replace("to value_and_grad", f"to {what}"))
-    plan = TapPlan()
+    plan = TapPlan({}, {})
     marks.place(plan, lambda mark: lambda x, entry: (x, x))
     entries = {mark.key: jnp.zeros(mark.scans) for mark in marks}
 

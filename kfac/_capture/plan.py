@@ -104,7 +104,7 @@ def plan_taps(
     planned = StatisticsPlan(
         analysis.num_examples or 1,
         traced.batch.num_examples,
-        analysis.reads.plan,
+        TapPlan(analysis.reads.multipliers, analysis.reads.merges),
         split_over(traced),
         wire,
         {},

@@ -269,11 +269,11 @@ class TapPlan:
         each iteration.
     """
 
-    def __init__(self):
+    def __init__(self, multipliers: Mapping[Op, int], merges: Mapping[Op, int]):
         self.taps: dict[Op, list[Tap]] = {}
-        self.multipliers: dict[Op, int] = {}
+        self.multipliers = multipliers
         self.late: dict[Op, int] = {}
-        self.merges: dict[Op, int] = {}
+        self.merges = merges
         self.marks: dict[Op, tuple[Key, AtMark]] = {}
         self.inside = collections.defaultdict[Op, dict[Key, bool]](dict)
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from kfac._capture import axes as axes_lib
 from kfac._capture.axes import Atom, Axes, atoms_of, is_broadcast, is_part
 from kfac._capture.equations import SUMS
-from kfac._capture.findings import Findings
 from kfac._capture.primitives import Meaning, Read
 from kfac._capture.program import Op, Value
 from kfac._capture.states import (
     Data,
     Derived,
+    Findings,
     Joined,
     Operand,
     Operands,
@@ -331,7 +331,7 @@ def _combine(
     if keeps_rows and beside and view.leaf not in beside:
         scaled = view.scaled or by_number
         if scaled:
-            found.plan.multipliers[op] = operand
+            found.multipliers[op] = operand
         return replace(view, scaled=scaled, beside=view.beside | beside)
     return replace(
         view,
