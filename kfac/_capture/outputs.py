@@ -273,7 +273,7 @@ class Marks(tuple[Mark, ...]):
         """Add `make(mark)` to `plan`, for each mark, as the function to call at the mark."""
         for mark in self:
             plan.marks[mark.op] = mark.key, make(mark)
-            plan.hand_in(mark.op, [mark.key], mark.op.loops)
+            plan.slice_probes([mark.key], mark.op.loops)
 
 
 def find_marks(traced: Trace) -> Marks:

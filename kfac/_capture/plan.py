@@ -176,8 +176,6 @@ def _plan_kronecker(
     dtype = jnp.result_type(*{use.read.dtype for use in kernel_uses})
     taps = []
     for use in kernel_uses:
-        if use.late:
-            planned.plan.late[use.op] = batch
         read = use.read
         examples = _examples(planned, layer, use, moments)
         rows = _rows(use, examples)

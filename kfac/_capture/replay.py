@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kfac._capture.axes import length
 from kfac._capture.parameters import chosen
 from kfac._capture.program import Op, Program
 from kfac._capture.taps import Key, KroneckerTap, Probes, TapPlan, tapped, together
@@ -97,13 +98,12 @@ class _Replay:
         return list(map(Replayed, [out.value for out in outs], multipliers))
 
     def _remat(self, op: Op, inputs: list[Replayed]) -> list[Replayed]:
-        def block(inputs, probes):
+        def block(inputs):
             assert op.inner
-            return _replay(op.inner, inputs, self.plan, probes)
+            return _replay(op.inner, inputs, self.plan, self.probes)
 
         options = chosen(op.eqn, ("prevent_cse", "policy"))
-        probes = {key: self.probes[key] for key in self.plan.inside[op]}
-        results, handed = jax.checkpoint(block, **options)(inputs, probes)
+        results, handed = jax.checkpoint(block, **options)(inputs)
         self.handed |= handed
         return results
 
@@ -113,10 +113,7 @@ class _Replay:
         assert scan and program
         first = scan.consts
         last = scan.last
-        sliced = {}
-        for key, iterated in self.plan.inside[op].items():
-            if iterated:
-                sliced[key] = self.probes[key]
+        sliced = {key: self.probes[key] for key in self.plan.sliced[op]}
         values = [x.value for x in inputs]
         multipliers = [x.multiplier for x in inputs]
 
@@ -139,28 +136,25 @@ class _Replay:
         return [*map(Replayed, carry, multipliers[first:last]), *map(Replayed, ys)]
 
     def _tapped(self, op: Op, inputs: Sequence[Replayed]) -> list[Replayed]:
-        """Evaluate an op with the taps behind it."""
+        """Evaluate an op with the tap behind it, if any."""
         plan = self.plan
         probes = self.probes
-        taps = plan.taps.get(op, [])
+        tap = plan.taps.get(op)
         values = [x.value for x in inputs]
         common = [x.common for x in inputs]
-        if op in plan.late:
-            other = taps[0].use.read.other
+        if tap and tap.use.late:
+            other = tap.use.read.other
             if not common[other]:
-                shape = (plan.late[op], *values[other].shape)
-                values[other] = jnp.broadcast_to(values[other], shape)
+                n = length(tap.use.read.x_axes[0])
+                values[other] = jnp.broadcast_to(
+                    values[other], (n, *values[other].shape)
+                )
                 common[other] = True
-        kronecker = {}
-        for tap in taps:
-            if isinstance(tap, KroneckerTap) and not op.loops:
-                kronecker[tap.key] = probes[tap.key]
-        if kronecker and not any(common):
-            values, joined = together((values, kronecker))
-            probes.update(joined)
+        if isinstance(tap, KroneckerTap) and not (op.loops or any(common)):
+            values, probes[tap.key] = together((values, probes[tap.key]))
         axis = plan.merges.get(op)
         outs = _evaluate(op, values, common, axis)
-        for tap in taps:
+        if tap:
             multiplier = inputs[tap.use.read.operand].multiplier
             residuals = tap.residuals(values, multiplier, probes)
             outs = [tapped(tap, residuals, outs[0], probes[tap.key])]

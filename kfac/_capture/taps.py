@@ -260,22 +260,19 @@ class TapPlan:
     """The additions of a replay to a program and the programs inside it.
 
     Attributes:
-      taps: the taps behind an op.
+      taps: the tap behind an op.
       multipliers: for an op whose result is a scaled view of a parameter, the number of the operand that is the view.
-      late: for an op with taps that reads rows shared by all examples, the number of examples.
       merges: for an op at which common rows meet the examples, the result's axis of examples.
       marks: for a marked output, its key and its function.
-      inside: for a scan or remat, the keys of the probes used in its body, with True for a probe that has an entry for
-        each iteration.
+      sliced: for a scan, the keys of the probes that have an entry for each iteration.
     """
 
     def __init__(self, multipliers: Mapping[Op, int], merges: Mapping[Op, int]):
-        self.taps: dict[Op, list[Tap]] = {}
+        self.taps: dict[Op, Tap] = {}
         self.multipliers = multipliers
-        self.late: dict[Op, int] = {}
         self.merges = merges
         self.marks: dict[Op, tuple[Key, AtMark]] = {}
-        self.inside = collections.defaultdict[Op, dict[Key, bool]](dict)
+        self.sliced = collections.defaultdict[Op, list[Key]](list)
 
     def place(
         self,
@@ -283,12 +280,11 @@ class TapPlan:
         keys: Sequence[Key],
         iterated: Sequence[Op],
     ) -> None:
-        """Put a tap behind its operation. See `hand_in` for the other arguments."""
-        self.taps.setdefault(tap.use.op, []).append(tap)
-        self.hand_in(tap.use.op, keys, iterated)
+        """Put a tap behind its operation. See `slice_probes` for the other arguments."""
+        self.taps[tap.use.op] = tap
+        self.slice_probes(keys, iterated)
 
-    def hand_in(self, op: Op, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
-        """Use the probes `keys` at an op. They have an entry for each iteration of the scans `iterated`."""
-        for outer in op.around:
-            for key in keys:
-                self.inside[outer][key] = outer in iterated
+    def slice_probes(self, keys: Sequence[Key], iterated: Sequence[Op]) -> None:
+        """Give the probes `keys` an entry for each iteration of the scans `iterated`."""
+        for loop in iterated:
+            self.sliced[loop] += keys

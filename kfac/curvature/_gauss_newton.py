@@ -64,11 +64,8 @@ class GaussNewton(Linear):
 
         def white(root, index):
             rows = jax.eval_shape(root, self.params)
-            keys = jax.random.split(jax.random.fold_in(key, index), len(rows))
-            return [
-                jax.random.normal(own, x.shape, x.dtype)
-                for own, x in zip(keys, rows, strict=True)
-            ]
+            own_key = jax.random.fold_in(key, index)
+            return optax.tree.random_like(own_key, rows, jax.random.normal)
 
         return optax.tree.scale(self.batches**-0.5, self._sum(white))
 
