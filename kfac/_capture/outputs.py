@@ -298,9 +298,10 @@ def find_marks(traced: Trace) -> Marks:
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """An `AtMark` function that hands out zeros whose gradients come from the likelihood.
+def draw(
+    mark: Mark, n: int, expected: bool, x: Array, key: Array
+) -> tuple[Array, Array]:
+    """Hand out zeros at a mark, whose gradients come from the likelihood. `x` stays as it is.
 
     All gradients are scaled by `sqrt(weight) / n`, with the mark's weight and the number `n` of examples.
 
@@ -311,38 +312,32 @@ class Draw:
     several rows contribute to a gradient, because examples interact for instance, the signs cancel their cross terms on
     average, as independent targets would.
     """
+    likelihood = mark.likelihood
+    scale = math.sqrt(mark.weight) / n
+    wide = accumulator(x.dtype)
 
-    mark: Mark
-    n: int
-    expected: bool
-
-    def __call__(self, x: Array, key: Array) -> tuple[Array, Array]:
-        # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-        zeros = with_auto_axes(self._expected if self.expected else self._sampled)
-        return x, zeros(x, key)
-
-    def _sampled(self, x: Array, key: Array) -> Array:
-        likelihood = self.mark.likelihood
-        fixed = lax.stop_gradient(x).astype(accumulator(x.dtype))
+    def of_targets(x, key):
+        fixed = lax.stop_gradient(x).astype(wide)
         target = likelihood.sample(key, fixed)
         score = jax.grad(lambda z: jnp.sum(likelihood.log_prob(z, target)))(fixed)
-        return jnp.sum(-self._scale * score * _zeros_of(x))
+        return -scale * jnp.sum(score * _zeros_of(x))
 
-    def _expected(self, x: Array, key: Array) -> Array:
-        signs = jax.random.rademacher(key, (*x.shape[:-1], 1), accumulator(x.dtype))
-        roots = self.mark.likelihood.times_root(
+    def of_roots(x, key):
+        signs = jax.random.rademacher(key, (*x.shape[:-1], 1), wide)
+        roots = likelihood.times_root(
             lax.stop_gradient(x), _zeros_of(x), "fisher='expected'"
         )
-        return jnp.sum(self._scale * signs * roots, axis=range(x.ndim - 1))
+        return scale * jnp.sum(signs * roots, axis=range(x.ndim - 1))
 
-    @property
-    def _scale(self) -> float:
-        return math.sqrt(self.mark.weight) / self.n
+    # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
+    zeros = with_auto_axes(of_roots if expected else of_targets)
+    return x, zeros(x, key)
 
 
 def _zeros_of(x: Array) -> Array:
-    """Return zeros whose derivative with respect to `x` is the identity."""
-    return x - lax.stop_gradient(x)
+    """Return zeros whose derivative with respect to `x` is the identity, or 0 at the infinities of masked logits."""
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    return finite - lax.stop_gradient(finite)
 
 
 def keys_of(marks: Marks, key: Array) -> dict[Key, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,9 +14,9 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 from kfac._capture.outputs import (
-    Draw,
     Marks,
     at_weight,
+    draw,
     find_marks,
     keys_of,
     weights_to,
@@ -295,7 +296,7 @@ class Evaluator:
         if key is not None:
             n = planned.num_examples
             expected = self.fisher == "expected"
-            marks.place(planned.plan, lambda mark: Draw(mark, n, expected))
+            marks.place(planned.plan, lambda mark: partial(draw, mark, n, expected))
             consts = list(traced.program.consts.values())
             key = device_key(key, axes | varying_axes(consts))
             entries |= keys_of(marks, key)
@@ -402,7 +403,7 @@ def _differentiate(
     (value, handed_sums), pull, outs = jax.vjp(
         loss_and_handed, wanted, probes, has_aux=True
     )
-    # The sums are also the cotangents here. `Draw` hands out zeros, so its sums add nothing. `at_weight` hands out its
+    # The sums are also the cotangents here. `draw` hands out zeros, so its sums add nothing. `at_weight` hands out its
     # scale and ignores the cotangent.
     grads, sums = pull((jnp.ones_like(value), handed_sums))
     if fisher == "empirical":

@@ -228,5 +228,4 @@ def bordered(
     if homogeneous is None:
         return moment
     column = append(homogeneous * total, homogeneous, count)[:, :, None]
-    left = jnp.concatenate([moment, column.mT[:, :, :-1]], axis=1)
-    return jnp.concatenate([left, column], axis=2)
+    return jnp.block([[moment, column[:, :-1]], [column.mT]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,14 +61,11 @@ class OperatorBlock:
         """Compute `Q diag(values) Q^T v` for an array `v` with the same number of entries as `values`."""
         dtype = jnp.result_type(matrices, self.values)
         wide = matrices.reshape(self.values.shape).astype(dtype)
-        turned = self._rotated(wide, back=False)
+        turned = self.turn_back(wide, back=False)
         return self.turn_back(self.values * turned).reshape(matrices.shape)
 
-    def turn_back(self, matrices: Array) -> Array:
-        """Compute `Q v` for `[k, d_out, d_in]`."""
-        return self._rotated(matrices, back=True)
-
-    def _rotated(self, matrices: Array, back: bool) -> Array:
+    def turn_back(self, matrices: Array, back: bool = True) -> Array:
+        """Compute `Q v` for `[k, d_out, d_in]`, or `Q^T v` without `back`."""
         q_a, q_g = self.basis
         return rotate(matrices, rows=q_g, columns=q_a, precision="float32", back=back)
 
@@ -342,42 +339,40 @@ def block_operator(
             damping_of_factors = state.observe_damping
             unitwise_damping = damping_of_factors * state.unitwise_damping_scale
     blocks: dict[str, OperatorBlock] = {}
-    for group, stack in stacks:
-        damping_of_group = damping_of_factors if group.kronecker else unitwise_damping
-        blocks |= _decompose(group, stack, preconditioner, damping_of_group)
-    in_order = {
-        layer.name: blocks[layer.name] for layer in layers if layer.name in blocks
-    }
-    return BlockOperator(in_order, layers)
+    for stack in stacks:
+        damping_of_group = (
+            damping_of_factors if stack.group.kronecker else unitwise_damping
+        )
+        blocks |= _decompose(stack, preconditioner, damping_of_group)
+    return BlockOperator(blocks, layers)
 
 
-class GroupStatistics(NamedTuple):
-    """A group's statistics and its preconditioner's state, None without moments, as in a `BlockState`."""
+class Stack(NamedTuple):
+    """A group, its statistics and its preconditioner's state, None without moments. See `BlockState`."""
 
+    group: Group
     factors: Any
-    preconditioner: Any
+    preconditioner: Any = None
 
 
-def _without_padding(
-    group: Group, blocks: BlockState
-) -> list[tuple[Group, GroupStatistics | BlockState]]:
+def _without_padding(group: Group, blocks: BlockState) -> list[Stack]:
     """Return a group and its blocks. A group with padding becomes a group for each layer, without padding."""
     if not group.padded:
-        return [(group, blocks)]
-    stacks: list[tuple[Group, GroupStatistics | BlockState]] = []
+        return [Stack(group, blocks.factors, blocks.preconditioner)]
+    stacks = []
     for layer, part in group.split(blocks.factors):
         statistics = group.without_padding(layer, part)
-        stacks.append((Group(layer.name, (layer,)), GroupStatistics(statistics, None)))
+        stacks.append(Stack(Group(layer.name, (layer,)), statistics))
     return stacks
 
 
 def _decompose(
-    group: Group,
-    stack: GroupStatistics | BlockState,
+    stack: Stack,
     preconditioner: BlockPreconditioner,
     damping: Array,
 ) -> dict[str, OperatorBlock]:
     """Return the damped block of each layer in a group."""
+    group = stack.group
     preconditioner = group.preconditioner_of(preconditioner)
     preconditioner_state = (
         stack.preconditioner if preconditioner.uses_example_moments else None
@@ -405,7 +400,7 @@ def _from_factors(
     factors: Factors,
     preconditioner: BlockPreconditioner | None,
     basis: Mapping[str, Basis] | None,
-) -> tuple[BlockPreconditioner, Iterable[tuple[Group, GroupStatistics | BlockState]]]:
+) -> tuple[BlockPreconditioner, list[Stack]]:
     """Return the preconditioner and the statistics of each layer."""
     check_factors(factors, layers)
     factors = Factors({name: block.combined() for name, block in factors.items()})
@@ -442,7 +437,7 @@ def _from_factors(
                 moments=statistics.moments,
                 weight=jnp.ones_like(statistics.moments[:, 0, 0]),
             )
-        stacks.append((group, GroupStatistics(statistics, preconditioner_state)))
+        stacks.append(Stack(group, statistics, preconditioner_state))
     return preconditioner, stacks
 
 

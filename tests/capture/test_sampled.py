@@ -239,6 +239,36 @@ def _without_mark(loss, *args):
         return loss(*args)
 
 
+@pytest.mark.parametrize(("fisher", "weight"), [("sampled", 1.0), ("expected", 1.0), ("empirical", 2.0)])
+def test_mark_output_of_masked_logits(x64, fisher, weight):
+    """A class with the logit `-inf` counts as no class."""
+    params, x = {"w": normal(1, 4, 5)}, normal(2, 8, 4)
+
+    def loss_fn(params, x, masked):
+        logits = x @ params["w"]
+        logits = jnp.where(jnp.arange(5) < 3, logits, -jnp.inf) if masked else logits[:, :3]
+        logits = kfac.mark_output(logits, "categorical", weight=weight)
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    def measured(masked):
+        loss = functools.partial(loss_fn, masked=masked)
+        layers = kfac.find_layers(loss, params, x)
+        options = {} if fisher == "empirical" else {"fisher_key": jax.random.key(3)}
+        measure = jax.jit(kfac.value_and_grad(loss, layers, fisher=fisher))
+        value, grads, factors = measure(params, x, **options)
+        assert np.isfinite(value)
+        assert np.isfinite(grads["w"]).all()
+        return value, grads, factors["w"]
+
+    value, grads, factors = measured(masked=True)
+    expected, expected_grads, expected_factors = measured(masked=False)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], expected_grads["w"], rtol=1e-5, atol=1e-7)
+    assert np.isfinite(factors.G).all()
+    if fisher == "empirical":
+        np.testing.assert_allclose(factors.G, expected_factors.G, rtol=1e-5, atol=1e-7)
+
+
 def test_the_same_key_draws_the_same_targets():
     params, x = parameters(np.float32), normal(9, N, D, dtype=np.float32)
     fn = compiled(function(loss_of(network, "categorical"), params, x))
