@@ -302,11 +302,10 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> tuple[Layer, ...]: ...
     def __getitem__(self, index: int | str | slice) -> Layer | tuple[Layer, ...]:
         if isinstance(index, str):
-            for layer in self.layers:
-                if layer.name == index:
-                    return layer
-            names = [layer.name for layer in self.layers]
-            raise KeyError(f"no layer {index!r}; the layers are {names}")
+            by_name = {layer.name: layer for layer in self.layers}
+            if index not in by_name:
+                raise KeyError(f"no layer {index!r}; the layers are {list(by_name)}")
+            return by_name[index]
         return self.layers[index]
 
     def __contains__(self, item: object) -> bool:

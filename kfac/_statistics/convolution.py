@@ -51,12 +51,8 @@ class Convolution:
     @property
     def overlap(self) -> float:
         """The number of windows that contain an input position, away from the edges."""
-        windows = 1.0
-        for size, stride, places in zip(
-            self.window, self.strides, self.out, strict=True
-        ):
-            windows *= max(1.0, min(size / stride, places))
-        return windows
+        axes = zip(self.window, self.strides, self.out, strict=True)
+        return math.prod(max(1.0, min(w / stride, out)) for w, stride, out in axes)
 
     def channels_last(self, x: Array) -> Array:
         """Return the operation's images as `[n, *spatial, channels]`."""
@@ -235,18 +231,9 @@ def offset_axes(
     positions = math.prod(conv.out)
     if taps == 1 or max(conv.strides) > 1 or max(conv.lhs_dilation) > 1:
         return None
-    axes = []
-    for k, (low, _) in enumerate(conv.padding):
-        axes.append(
-            WindowAxis(
-                size=sizes[k],
-                window=conv.window[k],
-                dilation=conv.rhs_dilation[k],
-                low=low,
-                out=conv.out[k],
-            )
-        )
+    lows = [low for low, _ in conv.padding]
+    axes = tuple(map(WindowAxis, sizes, conv.window, conv.rhs_dilation, lows, conv.out))
     # The factor 1.5 is 0.75 times 2. Symmetry halves the products for all offsets, and the borders add half of the
     # remainder. Patches must take at least twice as many products as correlations.
     products = 1.5 * math.prod(axis.size * (2 * axis.steps + 1) for axis in axes)
-    return tuple(axes) if products < taps**2 * positions else None
+    return axes if products < taps**2 * positions else None
