@@ -116,7 +116,7 @@ def mark(eqn: JaxprEqn) -> MarkName | None:
 
 def holds_mark(eqn: JaxprEqn) -> bool:
     """Return whether a program inside an equation marks an output."""
-    for program in jax.tree.leaves(eqn.params):
+    for program in jax.tree.leaves(list(eqn.params.values())):
         if isinstance(program, ClosedJaxpr | Jaxpr):
             if any(mark(inner) or holds_mark(inner) for inner in program.eqns):
                 return True

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from kfac._packing import Shape
@@ -65,6 +66,11 @@ def parameter(eqn: JaxprEqn, name: str) -> Any:
 def chosen(eqn: JaxprEqn, names: Sequence[str]) -> dict[str, Any]:
     """Return some of an equation's parameters, by name."""
     return {name: parameter(eqn, name) for name in names}
+
+
+def elementwise(eqn: JaxprEqn, values: Sequence[Array]) -> Array:
+    """Apply an elementwise equation to arrays of other shapes than its own, which `equations.evaluate` expects."""
+    return eqn.primitive.bind(*values, **eqn.params)
 
 
 class Scan(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._capture.axes import length
-from kfac._capture.parameters import chosen
+from kfac._capture.parameters import chosen, elementwise
 from kfac._capture.program import Op, Program
 from kfac._capture.taps import Key, KroneckerTap, Probes, TapPlan, tapped, together
 from kfac._factors import static
@@ -178,8 +178,7 @@ def _evaluate(
                 # The examples take the place of an axis of length 1.
                 value = jnp.moveaxis(jnp.squeeze(value, axis + 1), 0, axis)
             whole.append(jnp.broadcast_to(value, op.outputs[0].shape))
-        # `op.compute` expects the arrays' own shapes, but an elementwise primitive takes any shape.
-        return [op.eqn.primitive.bind(*whole, **op.eqn.params)]
+        return [elementwise(op.eqn, whole)]
     axes = [0 if repeated else None for repeated in common]
     outs = jax.vmap(op.compute, in_axes=(axes,))(values)
     if axis is None:
