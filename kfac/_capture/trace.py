@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -185,6 +186,17 @@ def trace(
 
     candidates = _candidates(args, kwargs, batch_argnums, shared)
     batch, program = _find_batch(compared, candidates)
+    arguments = _by_key(args, kwargs)
+    if batch.leaves is not None and batch_argnums is None:
+        _warn_if_time_major(batch, _leaves(arguments, ()), arrays)
+    elif batch.leaves is not None:
+        for key in named_arguments(batch_argnums, arguments, len(args)):
+            if key not in batch.argnums:
+                raise ValueError(
+                    f"batch_argnums={batch_argnums!r} names argument {key!r}, which has no array with the "
+                    f"{batch.num_examples} rows of {batch.where}: name only arguments that have examples on their "
+                    "first axis. If the batch has several lengths, mark an output of each, see kfac.mark_output"
+                )
     if program is None:
         program = flat(closed)
         mark_live(program)
@@ -371,9 +383,7 @@ def _candidates(
     - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
     - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
-    arguments: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
-    for name in sorted(kwargs):
-        arguments[name] = kwargs[name]
+    arguments = _by_key(args, kwargs)
     leaves = _leaves(arguments, shared)
     first: list[ArgKey] = [1]
     if batch_argnums is not None:
@@ -399,6 +409,39 @@ def _candidates(
                     if {leaf.argument for leaf in group} == chosen:
                         batches.append(_batch(group, leaves))
             yield batches
+
+
+def _by_key(args: tuple, kwargs: Mapping[str, PyTree]) -> dict[ArgKey, PyTree]:
+    """Return all arguments after `params` by position or name, in the order of their arrays."""
+    positional: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
+    return positional | {name: kwargs[name] for name in sorted(kwargs)}
+
+
+def _warn_if_time_major(
+    batch: Batch, leaves: Sequence[Leaf], arrays: Sequence[AnyArray]
+) -> None:
+    """Warn if time steps may have been taken for examples.
+
+    Beside a time-major sequence `[time, examples, ...]`, labels `[examples]` are as long as its second axis. So are
+    many arrays without examples, such as frozen weights, so only integers and arrays of the same argument count.
+    """
+    sequence, *others = batch.leaves or ()
+    width = arrays[sequence.position].shape[1:2]
+    if others or width == (sequence.length,):
+        return
+    for leaf in leaves:
+        labels = arrays[leaf.position]
+        near = leaf.argument == sequence.argument or jnp.issubdtype(
+            labels.dtype, jnp.integer
+        )
+        if leaf != sequence and near and width and leaf.length == width[0]:
+            warnings.warn(
+                f"the {sequence.length} rows of {sequence.name} count as examples, but {leaf.name} has {leaf.length}, "
+                f"as many as the second axis of {sequence.name}. If the batch is time-major, put examples on the first "
+                f"axis; if it is not, batch_argnums={sequence.argument!r} says so",
+                stacklevel=2,
+            )
+            return
 
 
 def leaf_name(key: ArgKey, path: Any) -> str:

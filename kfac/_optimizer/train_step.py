@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
@@ -566,10 +567,10 @@ def _summary(
     found = f"{count} layer{'s' * (count != 1)}, {_short(within)} parameters"
     if total > within:
         found += f" ({_short(total - within)} more skipped)"
-    examples = f"{layers.num_examples or num_examples or 'unknown'} examples"
+    examples = f"{num_examples or layers.num_examples or 'unknown'} examples"
     if layers.batch_argnums:
-        where = " and ".join(f"argument {key!r}" for key in layers.batch_argnums)
-        examples += f" in {where}"
+        keys = ", ".join(map(repr, layers.batch_argnums))
+        examples += f" in argument{'s' * (len(layers.batch_argnums) > 1)} {keys}"
     part = f" from 1/{one_in} of them" if one_in > 1 else ""
     when = f"every {period} steps after the start" if period > 1 else "in every step"
     size = _bytes_per_device(opt_state)
@@ -611,9 +612,10 @@ def _cost(
 def _bytes_per_device(tree: PyTree) -> int:
     size = 0
     for leaf in jax.tree.leaves(tree):
+        shape = jnp.shape(leaf)
         if isinstance(leaf, Array):
-            shape = leaf.sharding.shard_shape(leaf.shape)
-            size += math.prod(shape) * leaf.dtype.itemsize
+            shape = leaf.sharding.shard_shape(shape)
+        size += math.prod(shape) * jnp.result_type(leaf).itemsize
     return size
 
 

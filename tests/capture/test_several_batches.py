@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kfac
@@ -294,3 +295,32 @@ def test_rows_of_the_batch_joined_with_others(way, others):
     g = a @ params["large"]
     np.testing.assert_allclose(factors["large"].A, a.T @ a / len(a), rtol=1e-10)
     np.testing.assert_allclose(factors["large"].G, g.T @ g / len(a), rtol=1e-10)
+
+
+def time_major():
+    """Return a recurrent network's loss whose sequences have time on the first axis, with labels of the examples."""
+    params = {"inner": jnp.ones((3, 4)), "outer": jnp.ones((4, 2))}
+
+    def loss(params, sequences, labels):
+        def advance(h, x):
+            return jnp.tanh(h + x @ params["inner"]), None
+
+        h, _ = jax.lax.scan(advance, jnp.zeros((sequences.shape[1], 4)), sequences)
+        return optax.softmax_cross_entropy_with_integer_labels(h @ params["outer"], labels).mean()
+
+    return loss, params, jnp.ones((5, 6, 3)), jnp.zeros(6, jnp.int32)
+
+
+def test_find_layers_warns_of_a_time_major_batch():
+    loss, params, sequences, labels = time_major()
+    with pytest.warns(UserWarning, match=r"the 5 rows of argument 1 count as examples, but argument 2 has 6"):
+        kfac.find_layers(loss, params, sequences, labels)
+    with pytest.warns(UserWarning, match=r"argument 1\[1\] has 6"):
+        kfac.find_layers(lambda params, batch: loss(params, *batch), params, (sequences, labels))
+
+
+def test_find_layers_refuses_a_named_argument_of_another_length():
+    loss, params, sequences, labels = time_major()
+    with pytest.raises(ValueError, match=r"batch_argnums=\(1, 2\) names argument 2, which has no array"):
+        kfac.find_layers(loss, params, sequences, labels, batch_argnums=(1, 2))
+    assert kfac.find_layers(loss, params, sequences, labels, batch_argnums=1).num_examples == 5
