@@ -123,6 +123,14 @@ class Group:
         return sum(self.counts)
 
     @property
+    def work(self) -> int:
+        """The work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor and for `n` channels."""
+        work = 0
+        for size, *others in self.shapes.values():
+            work += size**3 if others and self.kronecker else size
+        return work
+
+    @property
     def multipliers(self) -> np.ndarray:
         """The factors on the blocks' steps, `[k]`."""
         return np.repeat([layer.multiplier for layer in self.layers], self.counts)

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -90,41 +89,15 @@ class BlockAssignment:
 BlockAssignments = Mapping[str, BlockAssignment]
 
 
-class Cost(NamedTuple):
-    """The work and the number of blocks in a group.
-
-    Attributes:
-      name: the group's name.
-      blocks: number of blocks.
-      work: work to refresh a block: `n^3` for a factor `[n, n]`, `n` for a diagonal factor or
-        for `n` channels.
-    """
-
-    name: str
-    blocks: int
-    work: int
-
-
-def group_costs(groups: Sequence[Group]) -> list[Cost]:
-    """Return the groups' costs."""
-    costs = []
-    for group in groups:
-        work = 0
-        for size, *others in group.shapes.values():
-            work += size**3 if others and group.kronecker else size
-        costs.append(Cost(group.name, group.size, work))
-    return costs
-
-
 def assign_blocks(
-    costs: Iterable[Cost],
+    groups: Iterable[Group],
     devices: int,
 ) -> dict[str, BlockAssignment]:
     """Deal every group's blocks to devices, and return the assignments by group name."""
     assignments = {}
     used: list[int] = []  # the number of devices with a block, for each round
-    for cost in sorted(costs, key=lambda cost: (-cost.work, cost.name)):
-        rest = cost.blocks % devices
+    for group in sorted(groups, key=lambda group: (-group.work, group.name)):
+        rest = group.size % devices
         rooms = (k for k, count in enumerate(used) if count + rest <= devices)
         number = next(rooms, len(used))
         if number == len(used):
@@ -133,7 +106,7 @@ def assign_blocks(
         # The first devices have the largest blocks of the first round, so other rounds start from the other end.
         if number > 0:
             first = devices - first - rest
-        assignments[cost.name] = BlockAssignment(cost.blocks, devices, number, first)
+        assignments[group.name] = BlockAssignment(group.size, devices, number, first)
         used[number] += rest
     return assignments
 

@@ -44,7 +44,7 @@ class StepContext:
 
     @functools.cached_property
     def assignments(self) -> dict[str, BlockAssignment]:
-        """The assignment of each Kronecker group's blocks to devices."""
+        """The assignment of each group's blocks to devices."""
         return self.state.settings.assignments
 
     @functools.cached_property

@@ -18,7 +18,6 @@ from kfac._optimizer.state import (
     FlatState,
     KfacMetrics,
     KfacState,
-    PreconditionerState,
     Settings,
     match_leaves,
 )
@@ -95,23 +94,6 @@ def init_blocks(
         momentum = jnp.zeros((size, group.d_in, group.d_out), dtype)
     if options.adaptive_layer_rates:
         rate = jnp.ones(size, dtype)
-    return BlockState(
-        factors=group.zeros(size, dtype),
-        weight=jnp.zeros(size, dtype),
-        preconditioner=init_preconditioner(settings, group, size, dtype),
-        condition=jnp.zeros(size, dtype),
-        inverted=jnp.zeros(size, jnp.int32),
-        momentum_state=MomentumState(momentum, rate),
-    )
-
-
-def init_preconditioner(
-    settings: Settings,
-    group: Group,
-    size: int,
-    dtype: jnp.dtype,
-) -> PreconditionerState:
-    """Return the preconditioner's state for `size` blocks of a group before the first refresh."""
     preconditioner = group.preconditioner_of(settings.preconditioner)
     state = preconditioner.init(
         group.zeros(size, dtype, group.moments(settings.preconditioner))
@@ -122,4 +104,11 @@ def init_preconditioner(
             raise ValueError(
                 f"preconditioner={preconditioner!r} keeps an array of {leaf.dtype}: keep floating arrays only"
             )
-    return state
+    return BlockState(
+        factors=group.zeros(size, dtype),
+        weight=jnp.zeros(size, dtype),
+        preconditioner=state,
+        condition=jnp.zeros(size, dtype),
+        inverted=jnp.zeros(size, jnp.int32),
+        momentum_state=MomentumState(momentum, rate),
+    )

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import BlockAssignment, assign_blocks, group_costs
+from kfac._distributed.owners import BlockAssignment, assign_blocks
 from kfac._factors import Block, static
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
@@ -147,7 +147,7 @@ class Settings:
     @functools.cached_property
     def assignments(self) -> dict[str, BlockAssignment]:
         """How each group's blocks are dealt to devices."""
-        return assign_blocks(group_costs(self.groups), self.devices)
+        return assign_blocks(self.groups, self.devices)
 
     def __hash__(self) -> int:
         return self._hash

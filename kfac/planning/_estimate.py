@@ -18,7 +18,7 @@ from kfac._checks import (
     check_given,
     check_layers,
 )
-from kfac._curvature.blocks import Group, group_layers
+from kfac._curvature.blocks import Group
 from kfac._curvature.cost_model import (
     OVERHEAD,
     REFRESH_PRICE,
@@ -34,7 +34,7 @@ from kfac._curvature.preconditioner import (
 from kfac._curvature.soap import SOAP
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
-from kfac._distributed.owners import assign_blocks, group_costs, lay_out_rounds
+from kfac._distributed.owners import lay_out_rounds
 from kfac._factors import Statistics
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
@@ -209,9 +209,9 @@ def estimate(
     one_in = statistics_one_in(layers, statistics_fraction, "statistics_fraction")
     period = int(affordable(layers, preconditioner, overhead, one_in, REFRESH_PRICE))
     statistics_period = statistics_period or period
-    groups = group_layers(layers, preconditioner)
-    costs = group_costs(groups)
-    assignments = assign_blocks(costs, devices)
+    settings = Settings(layers, preconditioner, Distribution(), True, devices=devices)
+    groups = settings.groups
+    assignments = settings.assignments
 
     def moved(sizes: Mapping[str, int]) -> int:
         """Return the bytes that a device sends if blocks go to their owners, or from their owners to all devices.
@@ -249,8 +249,8 @@ def estimate(
         if group.kronecker:
             products += assignments[group.name].slots * applied(group.shapes)
     work = np.zeros(devices)
-    for cost in costs:
-        work += cost.work * np.sum(assignments[cost.name].slot_mask, axis=1)
+    for group in groups:
+        work += group.work * np.sum(assignments[group.name].slot_mask, axis=1)
 
     examples = batch / devices
     forward = sum(map(products_of, layers))
@@ -273,7 +273,7 @@ def estimate(
     memory = {
         "parameters": gradients,
         "gradients": gradients,
-        "state": _state_bytes(layers, preconditioner, devices),
+        "state": _state_bytes(settings),
         "statistics": stored,
     }
     return Estimate(
@@ -308,16 +308,12 @@ def _count_bytes(tree: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _state_bytes(
-    layers: Layers,
-    preconditioner: BlockPreconditioner,
-    devices: int,
-) -> int:
+def _state_bytes(settings: Settings) -> int:
     """Return the bytes of a device's state, with momentum."""
+    devices = settings.devices
     mesh = AbstractMesh((devices,), ("devices",))
     comm = CommContext(("devices",), ("devices",))
-    options = Options(preconditioner=preconditioner, momentum=0.9)
-    settings = Settings(layers, preconditioner, Distribution(), True)
+    options = Options(preconditioner=settings.preconditioner, momentum=0.9)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
     own = _count_bytes((state.blocks, state.flat_state))
     return own // devices

@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ import messages
 import problem
 import resnet50_step
 from kfac._curvature.blocks import group_layers
-from kfac._distributed.owners import BlockAssignment, Cost, assign_blocks, group_costs, lay_out_rounds
+from kfac._distributed.owners import BlockAssignment, assign_blocks, lay_out_rounds
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "resnet50_step.py"
 
@@ -54,42 +55,50 @@ def test_block_assignment_has_one_slot_for_every_block(blocks, devices):
         assert row[:count].all()
 
 
-def random_costs():
-    """Yield numbers of devices with costs of groups of any size."""
+class Group(NamedTuple):
+    """A group's properties that `assign_blocks` depends on."""
+
+    name: str
+    size: int
+    work: int
+
+
+def random_groups():
+    """Yield numbers of devices with groups of any size."""
     rng = np.random.default_rng(0)
     for devices, groups in itertools.product((2, 3, 8, 40), (1, 3, 9)):
-        yield devices, [Cost(str(k), int(rng.integers(1, 20)), int(rng.integers(1, 99))) for k in range(groups)]
+        yield devices, [Group(str(k), int(rng.integers(1, 20)), int(rng.integers(1, 99))) for k in range(groups)]
 
 
 def test_assign_blocks_deals_at_most_one_block_per_round_and_device():
-    for devices, costs in random_costs():
-        assignments = assign_blocks(costs, devices)
+    for devices, random in random_groups():
+        assignments = assign_blocks(random, devices)
         rounds = {}
-        for cost in costs:
-            assignment = assignments[cost.name]
+        for group in random:
+            assignment = assignments[group.name]
             held = rounds.setdefault(assignment.round, np.zeros(devices, int))
             held[assignment.owners] += 1
             assert held.sum() <= devices
         for held in rounds.values():
             assert max(held) <= 1
         # The first round has the most expensive remainder, and no round could take the first block of the next one.
-        remainders = [cost for cost in costs if cost.blocks % devices]
+        remainders = [group for group in random if group.size % devices]
         if remainders:
-            largest = min(remainders, key=lambda cost: (-cost.work, cost.name))
+            largest = min(remainders, key=lambda group: (-group.work, group.name))
             assert assignments[largest.name].round == 0 and assignments[largest.name].first == 0
 
 
 def test_assign_blocks_fills_a_round_before_it_starts_another():
-    costs = [Cost("large", 1, 9), Cost("middle", 3, 8), Cost("small", 5, 7), Cost("least", 12, 6)]
-    assignments = assign_blocks(costs, 8)
+    four = [Group("large", 1, 9), Group("middle", 3, 8), Group("small", 5, 7), Group("least", 12, 6)]
+    assignments = assign_blocks(four, 8)
     places = {name: (x.round, x.owners.start, x.owners.stop) for name, x in assignments.items()}
     assert places == {"large": (0, 0, 1), "middle": (0, 1, 4), "small": (1, 3, 8), "least": (0, 4, 8)}
 
 
 def test_lay_out_rounds_holds_every_block_once():
-    for devices, costs in random_costs():
-        assignments = assign_blocks(costs, devices)
-        sizes = {cost.name: cost.work for cost in costs if cost.blocks % devices}
+    for devices, random in random_groups():
+        assignments = assign_blocks(random, devices)
+        sizes = {group.name: group.work for group in random if group.size % devices}
         places, length = lay_out_rounds(assignments, sizes)
         used = np.zeros((devices, length), int)
         for name, place in places.items():
@@ -110,9 +119,10 @@ CRITICAL = [("resnet50", 8, 1.16, 0), ("resnet50", 64, 1.0, 0), ("gpt", 8, 0, 1.
 @pytest.mark.parametrize(("model", "devices", "of_largest", "of_mean"), CRITICAL)
 def test_devices_hardly_wait_for_each_other(model, devices, of_largest, of_mean, resnet50_layers):
     """Compare the busiest device in a refresh with the largest block, or with the mean work per device."""
-    costs = group_costs(group_layers(resnet50_layers if model == "resnet50" else gpt_layers(), kfac.SOAP()))
-    work = sum(cost.work * assign_blocks(costs, devices)[cost.name].slot_mask.sum(1) for cost in costs)
-    largest, mean = max(cost.work for cost in costs), np.mean(work)
+    groups = group_layers(resnet50_layers if model == "resnet50" else gpt_layers(), kfac.SOAP())
+    assignments = assign_blocks(groups, devices)
+    work = sum(group.work * assignments[group.name].slot_mask.sum(1) for group in groups)
+    largest, mean = max(group.work for group in groups), np.mean(work)
     print(max(work) / largest, max(work) / mean)
     assert max(work) <= max(of_largest * largest, of_mean * mean) * (1 + 1e-9)
 
@@ -148,9 +158,9 @@ def test_no_layer_is_the_floor_where_factors_are_cut(devices, max_factor_dim, pa
 
 def test_a_plan_for_thousands_of_devices_takes_no_time(resnet50_layers):
     began = time.process_time()
-    assign_blocks([Cost(str(k), 7 + k, k**3) for k in range(1, 21)], 4096)
+    assign_blocks([Group(str(k), 7 + k, k**3) for k in range(1, 21)], 4096)
     assert time.process_time() - began < 0.1  # this once took minutes
-    group_costs(group_layers(resnet50_layers, kfac.SOAP()))
+    assign_blocks(group_layers(resnet50_layers, kfac.SOAP()), 4096)
     assert time.process_time() - began < 2
 
 
