@@ -423,25 +423,23 @@ def _warn_if_time_major(
     """Warn if time steps may have been taken for examples.
 
     Beside a time-major sequence `[time, examples, ...]`, labels `[examples]` are as long as its second axis. So are
-    many arrays without examples, such as frozen weights, so only integers and arrays of the same argument count.
+    many arrays without examples, such as frozen weights and scales, so only integers count.
     """
-    sequence, *others = batch.leaves or ()
+    if batch.leaves is None or len(batch.leaves) != 1:
+        return
+    [sequence] = batch.leaves
     width = arrays[sequence.position].shape[1:2]
-    if others or width == (sequence.length,):
+    if width == (sequence.length,):
         return
     for leaf in leaves:
-        labels = arrays[leaf.position]
-        near = leaf.argument == sequence.argument or jnp.issubdtype(
-            labels.dtype, jnp.integer
-        )
-        if leaf != sequence and near and width and leaf.length == width[0]:
+        is_integer = jnp.issubdtype(arrays[leaf.position].dtype, jnp.integer)
+        if is_integer and (leaf.length,) == width:
             warnings.warn(
                 f"the {sequence.length} rows of {sequence.name} count as examples, but {leaf.name} has {leaf.length}, "
                 f"as many as the second axis of {sequence.name}. If the batch is time-major, put examples on the first "
                 f"axis; if it is not, batch_argnums={sequence.argument!r} says so",
                 stacklevel=2,
             )
-            return
 
 
 def leaf_name(key: ArgKey, path: Any) -> str:
