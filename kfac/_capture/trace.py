@@ -184,19 +184,24 @@ def trace(
         compare(program, flat(twin), alike=batch.num_examples != 1)
         return program
 
-    candidates = _candidates(args, kwargs, batch_argnums, shared)
+    arguments: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
+    for name in sorted(kwargs):
+        arguments[name] = kwargs[name]
+    leaves_of_arguments = _leaves(arguments, shared)
+    named = None
+    if batch_argnums is not None:
+        named = named_arguments(batch_argnums, arguments, len(args))
+    candidates = _candidates(list(arguments), leaves_of_arguments, named)
     batch, program = _find_batch(compared, candidates)
-    arguments = _by_key(args, kwargs)
-    if batch.leaves is not None and batch_argnums is None:
-        _warn_if_time_major(batch, _leaves(arguments, ()), arrays)
-    elif batch.leaves is not None:
-        for key in named_arguments(batch_argnums, arguments, len(args)):
-            if key not in batch.argnums:
-                raise ValueError(
-                    f"batch_argnums={batch_argnums!r} names argument {key!r}, which has no array with the "
-                    f"{batch.num_examples} rows of {batch.where}: name only arguments that have examples on their "
-                    "first axis. If the batch has several lengths, mark an output of each, see kfac.mark_output"
-                )
+    if named is None:
+        _warn_if_time_major(batch, leaves_of_arguments, arrays)
+    for key in named if named and batch.leaves else ():
+        if key not in batch.argnums:
+            raise ValueError(
+                f"batch_argnums={batch_argnums!r} names argument {key!r}, which has no array with the "
+                f"{batch.num_examples} rows of {batch.where}: name only arguments that have examples on their first "
+                "axis. If the batch has several lengths, mark an output of each, see kfac.mark_output"
+            )
     if program is None:
         program = flat(closed)
         mark_live(program)
@@ -371,10 +376,9 @@ class Leaf(NamedTuple):
 
 
 def _candidates(
-    args: tuple,
-    kwargs: Mapping[str, PyTree],
-    batch_argnums: Argnums,
-    shared: Collection[str],
+    keys: Sequence[ArgKey],
+    leaves: Sequence[Leaf],
+    named: Sequence[ArgKey] | None,
 ) -> Iterator[list[Batch]]:
     """Yield the candidates for the batch in stages. The first stage with a candidate that can be doubled decides.
 
@@ -383,12 +387,7 @@ def _candidates(
     - All but one of these arrays, if they are few. A mask may have the batch's length by chance.
     - Without a choice, the first argument with as few others as possible, then other arguments without the first.
     """
-    arguments = _by_key(args, kwargs)
-    leaves = _leaves(arguments, shared)
-    first: list[ArgKey] = [1]
-    if batch_argnums is not None:
-        first = named_arguments(batch_argnums, arguments, len(args))
-    alike = _of_equal_length(leaves, first)
+    alike = _of_equal_length(leaves, [1] if named is None else named)
     yield [_batch(group, leaves) for group in alike]
     batches = []
     for group in alike:
@@ -396,25 +395,19 @@ def _candidates(
             for rest in itertools.combinations(group, len(group) - 1):
                 batches.append(_batch(rest, leaves))
     yield batches
-    if batch_argnums is not None:
+    if named is not None:
         return
-    others = [key for key in arguments if key != 1]
+    others = [key for key in keys if key != 1]
     for start in ((1,), ()):
         # The first argument alone was tried above.
         for count in range(1, len(others) + 1):
             batches = []
-            for keys in itertools.combinations(others, count):
-                chosen = {*start, *keys}
+            for more in itertools.combinations(others, count):
+                chosen = {*start, *more}
                 for group in _of_equal_length(leaves, chosen):
                     if {leaf.argument for leaf in group} == chosen:
                         batches.append(_batch(group, leaves))
             yield batches
-
-
-def _by_key(args: tuple, kwargs: Mapping[str, PyTree]) -> dict[ArgKey, PyTree]:
-    """Return all arguments after `params` by position or name, in the order of their arrays."""
-    positional: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
-    return positional | {name: kwargs[name] for name in sorted(kwargs)}
 
 
 def _warn_if_time_major(
@@ -425,7 +418,7 @@ def _warn_if_time_major(
     Beside a time-major sequence `[time, examples, ...]`, labels `[examples]` are as long as its second axis. So are
     many arrays without examples, such as frozen weights and scales, so only integers count.
     """
-    if batch.leaves is None or len(batch.leaves) != 1:
+    if len(batch.leaves) != 1:
         return
     [sequence] = batch.leaves
     width = arrays[sequence.position].shape[1:2]

@@ -324,3 +324,16 @@ def test_find_layers_refuses_a_named_argument_of_another_length():
     with pytest.raises(ValueError, match=r"batch_argnums=\(1, 2\) names argument 2, which has no array"):
         kfac.find_layers(loss, params, sequences, labels, batch_argnums=(1, 2))
     assert kfac.find_layers(loss, params, sequences, labels, batch_argnums=1).num_examples == 5
+
+
+def test_find_layers_with_named_arguments_takes_hidden_examples():
+    """Check that named arguments are no error where `num_examples` is needed in any case."""
+
+    def loss(params, x, y):
+        return jnp.sum((x.reshape(8, 3) @ params["w"] - y) ** 2) / 8
+
+    params, x, y = {"w": jnp.ones((3, 2))}, jnp.ones((8, 3)), jnp.ones((8, 2))
+    layers = kfac.find_layers(loss, params, x, y, batch_argnums=(1, 2))
+    assert layers.num_examples is None
+    _, _, factors = kfac.value_and_grad(loss, layers, num_examples=8)(params, x, y)
+    np.testing.assert_allclose(factors["w"].A, np.ones((3, 3)))
