@@ -127,15 +127,9 @@ class CommContext:
                 last = pad_end(last, -last.shape[1] % self.devices)
                 shares[name] = last.reshape(self.devices, -1)
         if shares:
-            sizes = {name: x.shape[1] for name, x in shares.items()}
-            places, length = lay_out_rounds(assignments, sizes)
-            # In each round, all groups but one add zeros.
-            padded = []
-            for name, place in places.items():
-                widths = ((0, 0), (place.start, length - place.stop))
-                padded.append(jnp.pad(shares[name], widths))
             # Row `d` holds this device's share of device `d`'s blocks.
-            rows = lax.all_to_all(sum(padded), owners, 0, 0, tiled=True)
+            places, rows = in_rounds(shares, assignments)
+            rows = lax.all_to_all(rows, owners, 0, 0, tiled=True)
             of_all = {n: rows[assignments[n].owners, places[n]] for n in shares}
             flat = jnp.concatenate([x.reshape(-1) for x in of_all.values()])
             flat = lax.all_gather(flat, owners, to=to)
@@ -217,6 +211,29 @@ class Everywhere(CommContext):
 
     def owns(self, assignment: BlockAssignment) -> Array:
         return jnp.asarray(assignment.slot_mask.reshape(-1))
+
+
+def in_rounds(
+    blocks: Mapping[str, Array],
+    assignments: BlockAssignments,
+) -> tuple[dict[str, slice], Array]:
+    """Lay blocks out in rows, as `lay_out_rounds` says.
+
+    Args:
+      blocks: `[n, elements]` for each group with a remainder. In a round, a row has a single group's block, and zeros
+        for all other groups.
+      assignments: how each group is dealt to devices.
+
+    Returns:
+      The place of each group's block in a row, and the rows `[n, length]`.
+    """
+    sizes = {name: x.shape[1] for name, x in blocks.items()}
+    places, length = lay_out_rounds(assignments, sizes)
+    padded = []
+    for name, place in places.items():
+        widths = ((0, 0), (place.start, length - place.stop))
+        padded.append(jnp.pad(blocks[name], widths))
+    return places, sum(padded[1:], padded[0])
 
 
 def _reduce(

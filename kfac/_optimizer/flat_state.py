@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kfac._distributed.comm import CommContext
-from kfac._distributed.owners import lay_out_rounds
+from kfac._distributed.comm import CommContext, in_rounds
 from kfac._mesh import PyTree, as_varying, varying_axes
 from kfac._optimizer.state import (
     BlockState,
@@ -83,18 +82,14 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
             if not assignment.full and jax.tree.leaves(stack):
                 owns = comm.owns(assignment)[:, None]
                 flat[name] = jnp.where(owns, _flat(part, stack), 0)
-        sizes = {name: x.shape[1] for name, x in flat.items()}
-        places, length = lay_out_rounds(assignments, sizes)
-        padded = []
+        if not flat:
+            continue
+        places, rows[part] = in_rounds(flat, assignments)
         for name, place in places.items():
-            widths = ((0, 0), (place.start, length - place.stop))
-            padded.append(jnp.pad(flat[name], widths))
             form = form_of(_stored(part, getattr(blocks[name], part)))
             stored.append((part, name, place.start, form))
             empty: PyTree = {part: None}
             blocks[name] = blocks[name]._replace(**empty)
-        if padded:
-            rows[part] = sum(padded[1:], padded[0])
     flat_state = FlatState(rows, tuple(stored))
     return state._replace(blocks=blocks, flat_state=flat_state)
 
