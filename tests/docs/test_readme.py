@@ -58,6 +58,11 @@ def test_the_front_page_shows_the_same_example():
         assert block in page
 
 
+def test_the_readme_has_the_line_that_ci_runs():
+    [pattern] = re.findall(r'grep -E "(.*?)" README', (ROOT / ".ci" / "run").read_text())
+    assert re.search(pattern, README, re.MULTILINE)
+
+
 def test_files_that_the_readme_links_exist():
     for path in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / path).exists(), path
