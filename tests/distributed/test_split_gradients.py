@@ -64,7 +64,7 @@ def optimizers(layers, distribution):
 
 @functools.cache
 def measured():
-    return kfac.value_and_grad(tied_loss, found())(parameters(), batch(0))[1:]
+    return jax.jit(kfac.value_and_grad(tied_loss, found()))(parameters(), batch(0))[1:]
 
 
 @pytest.mark.parametrize(

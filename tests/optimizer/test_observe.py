@@ -190,12 +190,17 @@ def test_several_states_take_the_factors_of_their_own_layers():
 
 def test_several_states_take_the_gradients_of_their_own_layers():
     everything = kfac.find_layers(loss_fn, initial(), batch(0), rules={"offset": "gradient", "temperature": "gradient"})
-    factors = kfac.statistics(loss_fn, everything)(initial(), batch(0))
+    factors = jax.jit(kfac.statistics(loss_fn, everything))(initial(), batch(0))
     assert set(factors.gradients) == {"offset", "temperature"}
     own = kfac.find_layers(loss_fn, initial(), batch(0), rules={"offset": "gradient", "temperature": "skip"})
-    states = [kfac.kfac(0.1, found).init(initial()) for found in (everything, own)]
-    together = kfac.observe(states, factors)
-    alone = kfac.observe(states[0], factors)
+    optimizers = [kfac.kfac(0.1, found) for found in (everything, own)]
+
+    @jax.jit
+    def observed(factors):
+        states = [tx.init(initial()) for tx in optimizers]
+        return kfac.observe(states, factors), kfac.observe(states[0], factors)
+
+    together, alone = observed(factors)
     assert_equal(field_of(together[0], "factors"), field_of(alone, "factors"))
     assert all(state_of(state).last_statistics_step == 0 for state in together)
 
@@ -250,12 +255,12 @@ def test_update_or_diagnostics_warn_once_of_forgotten_statistics(compiled_update
 
 def test_statistics_due_warns_of_a_loop_that_drops_what_observe_returns():
     tx, (grads, factors) = kfac.scale_by_kfac(layers(), statistics_period=4), measured(0)
-    state = tx.init(initial())
+    state, observe, update = tx.init(initial()), jax.jit(kfac.observe), jax.jit(tx.update)
     with pytest.warns(UserWarning, match=r"call opt_state = kfac\.observe.* and keep its result"):
         for _ in range(15):
             if kfac.statistics_due(state):
-                kfac.observe(state, factors)
-            state = jax.block_until_ready(jax.jit(tx.update)(grads, state)[1])
+                observe(state, factors)
+            state = jax.block_until_ready(update(grads, state)[1])
 
 
 def test_diagnostics_do_not_warn_of_a_loop_with_an_interval_of_its_own():
@@ -270,8 +275,9 @@ def test_diagnostics_do_not_warn_of_a_loop_with_an_interval_of_its_own():
     # Only `observe` without factors refreshes here, at steps that the optimizer does not know.
     tx = kfac.scale_by_kfac(layers(), statistics_period=1, inverse_update_period=math.inf)
     state = tx.init(initial())
+    update = jax.jit(tx.update)
     for _ in range(6):
-        state = tx.update(grads, state)[1]
+        state = update(grads, state)[1]
         kfac.diagnostics(jax.block_until_ready(state))
 
 
@@ -295,7 +301,7 @@ jax.eval_shape(tx.update, w, state, w)
 
 def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
     found = kfac.find_layers(loss_fn, initial(), batch(0), rules={"temperature": "gradient"})
-    factors = kfac.statistics(loss_fn, found)(initial(), batch(0))
+    factors = jax.jit(kfac.statistics(loss_fn, found))(initial(), batch(0))
     state = kfac.kfac(0.1, found).init(initial())
     with pytest.raises(ValueError, match=r"factors.gradients must hold the gradient of 'temperature'"):
         kfac.observe(state, kfac.Factors(dict(factors)))

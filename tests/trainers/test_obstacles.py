@@ -43,7 +43,7 @@ def test_both_programs_can_be_compiled_ahead_of_time():
     """Run six steps with executables that were compiled from shapes alone."""
     tx = kfac.kfac(RATE, layers())
     params = initial()
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
     shapes = jax.eval_shape(lambda: (params, opt_state, batch(0)))
     own_step = jax.jit(lambda *arguments: step(tx, *arguments)).lower(*shapes).compile()
     own_observe = jax.jit(observe).lower(shapes[1], shapes[0], shapes[2]).compile()
@@ -103,6 +103,14 @@ def test_statistics_averaged_in_a_scan_over_micro_batches_are_those_of_the_whole
     trees_close(averaged(params, parts), jax.jit(measure)(params, whole))
 
 
+def first_updates(tx, grads, params, measure, x):
+    @jax.jit
+    def first(grads, params, x):
+        return tx.update(grads, kfac.observe(tx.init(params), measure(params, x)), params)[0]
+
+    return first(grads, params, x)
+
+
 def test_two_differentiated_arguments_are_one_tuple():
     """Pass `(first, second)` to optimizer and statistics, because gradients of `argnums=(0, 1)` are a tuple, too."""
     first, second = {"w": small(0, 5, 4)}, {"w": small(1, 4, 3)}
@@ -118,9 +126,8 @@ def test_two_differentiated_arguments_are_one_tuple():
     found = kfac.find_layers(of_both, both, x, strict=True)
     assert found.paths == ("0/w", "1/w")
     tx = kfac.kfac(RATE, found)
-    opt_state = kfac.observe(tx.init(both), kfac.statistics(of_both, found)(both, x))
     grads = jax.grad(loss, argnums=(0, 1))(first, second, x)
-    updates, _ = tx.update(grads, opt_state, both)
+    updates = first_updates(tx, grads, both, kfac.statistics(of_both, found), x)
     named = {"first": first, "second": second}
 
     def of_named(params, x):
@@ -128,8 +135,8 @@ def test_two_differentiated_arguments_are_one_tuple():
 
     found = kfac.find_layers(of_named, named, x, strict=True)
     tx = kfac.kfac(RATE, found)
-    opt_state = kfac.observe(tx.init(named), kfac.statistics(of_named, found)(named, x))
-    expected, _ = tx.update(dict(zip(named, grads, strict=True)), opt_state, named)
+    grads = dict(zip(named, grads, strict=True))
+    expected = first_updates(tx, grads, named, kfac.statistics(of_named, found), x)
     trees_close(updates, (expected["first"], expected["second"]))
 
 
@@ -143,7 +150,7 @@ def test_statistics_of_one_of_two_differentiated_arguments():
 
     found = kfac.find_layers(loss, first, second, x, batch_argnums=2, strict=True)
     assert found.paths == ("w",)
-    factors = kfac.statistics(loss, found)(first, second, x)
+    factors = jax.jit(kfac.statistics(loss, found))(first, second, x)
     np.testing.assert_allclose(factors["w"].A, x.T @ x / len(x), rtol=1e-5, atol=1e-6)
 
 
@@ -154,7 +161,7 @@ def test_a_state_in_host_memory_between_the_steps():
         pytest.skip(f"this backend has the memory kinds {sorted(kinds)}")
     tx = kfac.kfac(RATE, layers())
     params = initial()
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
     on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), opt_state)
     on_host = jax.tree.map(lambda x: x.with_memory_kind("pinned_host"), on_device)
 
@@ -166,7 +173,7 @@ def test_a_state_in_host_memory_between_the_steps():
         params, opt_state = with_statistics(params, jax.device_put(opt_state, on_device), batch)
         return params, jax.device_put(opt_state, on_host)
 
-    expected = found = params, opt_state
+    expected = params, opt_state
     found = params, jax.device_put(opt_state, on_host)
     for number in range(3):
         expected = jax.jit(with_statistics)(*expected, batch(number))
@@ -201,7 +208,7 @@ def text_params():
 
 def text_factors(rows):
     params = text_params()
-    return kfac.statistics(text_loss, kfac.find_layers(text_loss, params, rows))(params, rows)
+    return jax.jit(kfac.statistics(text_loss, kfac.find_layers(text_loss, params, rows)))(params, rows)
 
 
 def text(rows, length):
