@@ -151,7 +151,7 @@ def test_a_kernel_keeps_its_cut_if_its_positions_are_known_only_later(x64):
     w, x = normal(0, 300, 64, dtype=jnp.float64), normal(1, 16, 300, dtype=jnp.float64)
     layers = kfac.find_layers(fixed, w, x)
     assert layers[0].positions is None and layers[0].pieces == 1
-    found = kfac.statistics(fixed, layers, num_examples=16)(w, x)
+    found = jax.jit(kfac.statistics(fixed, layers, num_examples=16))(w, x)
     np.testing.assert_allclose(found[layers[0].name].A, x.T @ x / 16, rtol=1e-9, atol=1e-12)
     step = kfac.train_step(fixed, 0.1, num_examples=16)
     assert np.isfinite(step(w, step.init(w, x), x)[2])
@@ -162,7 +162,7 @@ def test_a_kernel_keeps_its_cut_if_its_positions_are_known_only_later(x64):
     one, several = normal(1, 16, 300, dtype=jnp.float64), normal(2, 16, 5, 300, dtype=jnp.float64)
     for first, then, count in ((one, several, 5), (several, one, 1)):
         layers = kfac.find_layers(plain, w, first)
-        found = kfac.statistics(plain, layers)(w, then)
+        found = jax.jit(kfac.statistics(plain, layers))(w, then)
         assert layers[0].pieces == count
         rows = then.reshape(-1, 300)
         expected = np.asarray(rows.T @ rows / len(then))

@@ -194,7 +194,7 @@ def mean_square(y):
 
 def factors_of(loss, *args, params=None, **options):
     params = weights() if params is None else params
-    return kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args), **options)(params, *args)[2]
+    return jax.jit(kfac.value_and_grad(loss, kfac.find_layers(loss, params, *args), **options))(params, *args)[2]
 
 
 @pytest.mark.slow

@@ -632,12 +632,12 @@ def test_statistics_of_a_term_without_a_mark_that_reads_an_array_again(x64, read
 
     layers = kfac.find_layers(loss, params, batch)
     found = {
-        fisher: kfac.statistics(loss, layers, fisher=fisher)(params, batch, fisher_key=jax.random.key(0))
+        fisher: jax.jit(kfac.statistics(loss, layers, fisher=fisher))(params, batch, fisher_key=jax.random.key(0))
         for fisher in ("sampled", "expected")
     }
     assert list(found["sampled"]) == list(found["expected"]) == [layer.name for layer in layers.with_factors]
     # The expected Fisher matrix of a Gaussian output is the second moment of its Jacobian.
-    jacobian = jax.vmap(lambda x: jax.jacobian(lambda p: arrays(p, x[None])[0][0])(params))(batch[0])
+    jacobian = jax.jit(jax.vmap(lambda x: jax.jacobian(lambda p: arrays(p, x[None])[0][0])(params)))(batch[0])
     expected = {name: jnp.einsum("noi,noj->ij", jacobian[name], jacobian[name]) / N for name in "bc"}
     np.testing.assert_allclose(found["expected"]["k"].G, expected["b"], rtol=1e-10)
     for name in found["expected"].keys() & {"b", "c"}:
@@ -696,5 +696,5 @@ def test_find_layers_keeps_no_likelihood_that_a_loss_builds():
     for _ in range(5):
         assert kfac.find_layers(loss, params, x) == layers
     assert alive() <= before
-    factors = kfac.statistics(loss, layers, fisher="sampled")(params, x, fisher_key=jax.random.key(0))
+    factors = jax.eval_shape(kfac.statistics(loss, layers, fisher="sampled"), params, x, fisher_key=jax.random.key(0))
     assert set(factors) == {"w"}

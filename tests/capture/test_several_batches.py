@@ -335,5 +335,5 @@ def test_find_layers_with_named_arguments_takes_hidden_examples():
     params, x, y = {"w": jnp.ones((3, 2))}, jnp.ones((8, 3)), jnp.ones((8, 2))
     layers = kfac.find_layers(loss, params, x, y, batch_argnums=(1, 2))
     assert layers.num_examples is None
-    _, _, factors = kfac.value_and_grad(loss, layers, num_examples=8)(params, x, y)
+    _, _, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=8))(params, x, y)
     np.testing.assert_allclose(factors["w"].A, np.ones((3, 3)))

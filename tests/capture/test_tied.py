@@ -180,7 +180,7 @@ def test_derivatives_inside_the_loss(x64):
 def test_statistics_of_a_scaled_loss(x64):
     params, batch = embedding_parameters(), sentences()
     layers, factors = statistics(embedding_loss, params, batch)
-    fn = kfac.value_and_grad(lambda p, b: 1024 * embedding_loss(p, b), layers)
+    fn = jax.jit(kfac.value_and_grad(lambda p, b: 1024 * embedding_loss(p, b), layers))
     found = fn(params, batch)[2].unscale(1024.0)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(factors), strict=True):
         assert relative_error(a, np.asarray(b)) < 1e-10

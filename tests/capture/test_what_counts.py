@@ -166,7 +166,7 @@ def test_marks_that_reach_nothing_do_not_count():
 
     params, data = parameters(), batch()
     layers = kfac.find_layers(loss, params, data, has_aux=True)
-    fn = kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled")
+    fn = jax.jit(kfac.value_and_grad(loss, layers, has_aux=True, fisher="sampled"))
     factors = fn(params, data, fisher_key=jax.random.key(0))[2]
     assert np.isfinite(factors["out"].G).all()
     assert layers["out"].positions == T

@@ -301,11 +301,12 @@ def test_the_optimizer_preconditions_the_momentum_of_the_gradients():
     )
     alone = kfac.scale_by_kfac(LAYERS, preconditioner=preconditioner, damping=damping, inverse_update_period=3)
     state, kept = jax.jit(tx.init)(problem.initial()), jax.jit(alone.init)(problem.initial())
+    update, plain_update = jax.jit(observing(tx)), jax.jit(observing(alone))
     trace = {"first": np.zeros((4, 4)), "out": np.zeros((4, 4)), "offset": np.zeros(4)}
     for t in range(4):
         grads, factors = measured(t)
-        updates, state = jax.jit(observing(tx))(grads, state, problem.initial(), factors=factors)
-        plain, kept = jax.jit(observing(alone))(grads, kept, factors=factors)
+        updates, state = update(grads, state, problem.initial(), factors=factors)
+        plain, kept = plain_update(grads, kept, factors=factors)
         new = {**matrices(grads), "offset": np.asarray(plain["offset"])}
         trace = {name: decay * m + new[name] for name, m in trace.items()}
         ahead = {name: decay * m + new[name] for name, m in trace.items()}
@@ -336,11 +337,12 @@ def test_diagnostics_has_the_condition_of_the_matrix_that_a_step_multiplies_by(r
 
     layers, damping, preconditioner = kfac.find_layers(loss_fn, params, x), 1e-3, kfac.SOAP(scale_damping=relative)
     tx = kfac.scale_by_kfac(layers, preconditioner=preconditioner, damping=damping, interval_warmup_steps=2)
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update, observe = tx.init(params), jax.jit(tx.update), jax.jit(kfac.observe)
+    measure = jax.jit(kfac.value_and_grad(loss_fn, layers))
     for t in range(4):
-        _, grads, factors = kfac.value_and_grad(loss_fn, layers)(params, x + t)
+        _, grads, factors = measure(params, x + t)
         if t < 3:
-            state = kfac.observe(state, factors)
+            state = observe(state, factors)
         state = update(grads, state, params)[1]
     blocks = state_of(state).blocks["kronecker_4x4"].preconditioner
     units = np.eye(16).reshape(16, 1, 4, 4)

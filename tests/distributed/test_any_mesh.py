@@ -160,7 +160,7 @@ def grid():
 @functools.cache
 def alone(preconditioner):
     tx, step = four_lines(preconditioner)
-    return trained(jit(step), initial(), tx.init(initial()))
+    return trained(jit(step), initial(), jit(tx.init)(initial()))
 
 
 @pytest.mark.parametrize(("preconditioner", "name"), list(grid()))

@@ -66,7 +66,7 @@ def test_what_has_the_gradients_own_factors_is_left_to_the_optimizer():
     assert found["scale"].kind == "gradient-factors"
     estimate = kfac.curvature.estimate_factors(loss, found, params, several)
     assert list(estimate) == ["w"]
-    assert_same(estimate, kfac.value_and_grad(loss, found)(params, one)[2])
+    assert_same(estimate, jax.jit(kfac.value_and_grad(loss, found))(params, one)[2])
 
 
 @pytest.mark.slow

@@ -370,7 +370,7 @@ def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
 
     params, x = tree(normal(0, 4)), normal(1, N, 4)
     found = kfac.find_layers(loss, params, x)
-    op = kfac.curvature.block_operator(found, kfac.statistics(loss, found)(params, x), damping=DAMPING)
+    op = kfac.curvature.block_operator(found, jax.jit(kfac.statistics(loss, found))(params, x), damping=DAMPING)
     flat = normal(2, 4)
     expected = ravel_pytree(op.matvec(tree(flat)))[0]
     assert isinstance(op @ tree(flat), type(params))

@@ -154,6 +154,6 @@ def test_a_donating_train_step_takes_the_state_that_observe_returned_outside_of_
     loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
     step = kfac.train_step(loss_fn, 0.1, donate=True, verbose=False)
     state = step.init(params, batch)
-    factors = kfac.statistics(loss_fn, kfac.find_layers(loss_fn, params, batch))(params, batch)
+    factors = jax.jit(kfac.statistics(loss_fn, kfac.find_layers(loss_fn, params, batch)))(params, batch)
     state = kfac.observe(state, factors)
     assert jnp.isfinite(step(params, state, batch)[2])

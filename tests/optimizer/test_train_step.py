@@ -269,7 +269,7 @@ def test_a_number_of_examples_that_the_loss_does_not_show():
 
     params, batch = {"w": jnp.ones((5, 3))}, jnp.asarray(normal(0, 6, 4, 5, dtype=np.float32))
     layers = kfac.find_layers(loss_fn, params, batch)
-    updates = kfac.value_and_grad(loss_fn, layers, num_examples=6)(params, batch)
+    updates = jax.jit(kfac.value_and_grad(loss_fn, layers, num_examples=6))(params, batch)
     tx = kfac.kfac(0.1, layers)
     expected, _ = tx.update(updates[1], kfac.observe(tx.init(params), updates[2]), params)
     step = kfac.train_step(loss_fn, 0.1, num_examples=6)

@@ -130,8 +130,8 @@ def test_a_batch_that_is_passed_by_keyword_or_with_what_all_examples_share():
     layers = kfac.find_layers(loss, p, kwargs={"data": data, "offset": normal(4, 3)})
     assert layers.batch_argnums == ("data",)
     thinned = data | {name: data[name][::2] for name in "xt"}
-    fn = kfac.statistics(loss, layers, fraction=1 / 2)
-    expected = kfac.statistics(loss, layers)(p, kwargs={"data": thinned, "offset": normal(4, 3)})
+    fn = jax.jit(kfac.statistics(loss, layers, fraction=1 / 2))
+    expected = jax.jit(kfac.statistics(loss, layers))(p, kwargs={"data": thinned, "offset": normal(4, 3)})
     assert_close(fn(p, kwargs={"data": data, "offset": normal(4, 3)}), expected)
 
 
@@ -141,8 +141,8 @@ def test_the_number_of_examples_is_that_of_the_whole_batch():
 
     p, x = {"w": normal(0, 5, 3)}, normal(1, 8, 4, 5)
     layers = kfac.find_layers(loss, p, x)
-    expected = kfac.statistics(loss, layers, num_examples=4)(p, x[::2])
-    assert_close(kfac.statistics(loss, layers, num_examples=8, fraction=1 / 2)(p, x), expected)
+    expected = compiled(kfac.statistics(loss, layers, num_examples=4))(p, x[::2])
+    assert_close(compiled(kfac.statistics(loss, layers, num_examples=8, fraction=1 / 2))(p, x), expected)
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_a_given_number_of_examples_is_scaled_with_the_rows(rows):
     params, batch = normal(0, 3, 2), normal(1, rows, 10, 3)
     layers = kfac.find_layers(rows_of_ten, params, batch)
     kept = batch[: rows // 4 * 4 : 4] if rows >= 4 else batch
-    found = kfac.statistics(rows_of_ten, layers, fraction=1 / 4, num_examples=10 * rows)(params, batch)
-    expected = kfac.statistics(rows_of_ten, layers, num_examples=10 * len(kept))(params, kept)
+    found = compiled(kfac.statistics(rows_of_ten, layers, fraction=1 / 4, num_examples=10 * rows))(params, batch)
+    expected = compiled(kfac.statistics(rows_of_ten, layers, num_examples=10 * len(kept)))(params, kept)
     assert_close(found, expected)
 
 
@@ -222,4 +222,5 @@ def test_statistics_takes_a_quarter_of_64_examples_by_default(n, shared, kept):
     p, data = {"w": normal(0, 4, 3)}, {"x": normal(1, n, 4)} | ({"scale": normal(2, 4)} if shared else {})
     layers = kfac.find_layers(loss, p, data)
     thinned = data | {"x": data["x"][:: n // kept]}
-    assert_close(kfac.statistics(loss, layers)(p, data), kfac.statistics(loss, layers, fraction=1)(p, thinned))
+    found = compiled(kfac.statistics(loss, layers))(p, data)
+    assert_close(found, compiled(kfac.statistics(loss, layers, fraction=1))(p, thinned))
