@@ -72,7 +72,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 LONGEST = (
     "zoo docs distributed interop sharded_models any_mesh wrappers properties repeated_owners transform "
-    "plan train_step example_simple example_runs example_wavefunction example_stops"
+    "planning train_step factors convolution observe obstacles "
+    "example_simple example_runs example_wavefunction example_stops"
 ).split()
 
 

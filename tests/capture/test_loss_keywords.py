@@ -122,15 +122,14 @@ def branching(params, x, negative, *, mode, first=0):
 def test_train_step_leaves_bools_and_strings_to_the_loss(jitted):
     params = PARAMS
     step = kfac.train_step(branching, 0.1, verbose=False)
-    for negative in (False, True):
-        for mode in ("linear", "bounded"):
-            state = step.init(params, X, negative, kwargs={"mode": mode})
+    for negative, mode in ((False, "linear"), (True, "linear"), (True, "bounded")):
+        state = step.init(params, X, negative, kwargs={"mode": mode})
 
-            def call(params, state, x, negative=negative, mode=mode):
-                return step(params, state, x, negative, kwargs={"mode": mode})
+        def call(params, state, x, negative=negative, mode=mode):
+            return step(params, state, x, negative, kwargs={"mode": mode})
 
-            loss = (jax.jit(call) if jitted else call)(params, state, X)[2]
-            np.testing.assert_allclose(loss, branching(params, X, negative, mode=mode), rtol=1e-5)
+        loss = (jax.jit(call) if jitted else call)(params, state, X)[2]
+        np.testing.assert_allclose(loss, branching(params, X, negative, mode=mode), rtol=1e-5)
 
 
 def test_train_step_init_already_refuses_a_number_that_the_loss_needs_while_it_is_traced():

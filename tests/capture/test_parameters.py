@@ -512,7 +512,8 @@ def test_a_gradient_of_a_scan_inside_a_loss():
 
     layers = kfac.find_layers(loss, {"inner": SQUARE, "outer": SQUARE}, numbers(5, 3))
     assert layers["outer"].kind == "dense"
-    _, gradients, factors = jax.jit(kfac.value_and_grad(loss, layers))({"inner": SQUARE, "outer": SQUARE}, numbers(5, 3))
+    fn = jax.jit(kfac.value_and_grad(loss, layers))
+    _, gradients, factors = fn({"inner": SQUARE, "outer": SQUARE}, numbers(5, 3))
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((gradients, factors)))
 
 

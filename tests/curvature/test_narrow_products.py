@@ -3,6 +3,7 @@
 Some tests use internals of `_curvature` and `_statistics`: the products themselves.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -143,10 +144,10 @@ def test_the_direction_of_an_update_at_condition_1e6():
 
     Products of bfloat16 parts in float64 stand in for tensor cores.
     """
-    from sklearn.datasets import load_digits  # takes two seconds in each worker
-
-    images, labels = load_digits(return_X_y=True)
-    batch = jnp.asarray(images[:800] / 16, jnp.float32), jnp.asarray(labels[:800])
+    # Importing scikit-learn takes two seconds, so read its file.
+    folder = Path(importlib.util.find_spec("sklearn").origin).parent
+    digits = np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",", max_rows=800)
+    batch = jnp.asarray(digits[:, :-1] / 16, jnp.float32), jnp.asarray(digits[:, -1], jnp.int32)
     rng = np.random.default_rng(0)
     shapes = ((64, 128), (128, 128), (128, 10))
     params = [jnp.asarray(rng.normal(size=s) * (2 / s[0]) ** 0.5, jnp.float32) for s in shapes]

@@ -354,11 +354,17 @@ def test_only_numbers_multiply():
 def test_numbers_are_subtracted():
     op = made("eigh")
     identity = np.eye(ravel_pytree(parameters())[0].size)
-    skipped = np.asarray(op.map(jnp.ones_like).to_dense())  # the identity, except at skipped parameters
+
+    @jax.jit
+    def matrices(op):
+        given = op.map(jnp.ones_like), op, op - 0.5, 1 - op, -op
+        return [of.to_dense() for of in given]
+
+    # `skipped` is the identity, except at skipped parameters.
+    skipped, dense, *found = map(np.asarray, matrices(op))
     close(np.sum(identity - skipped), 2)
-    dense = np.asarray(op.to_dense())
-    for found, expected in ((op - 0.5, dense - 0.5 * skipped), (1 - op, skipped - dense), (-op, -dense)):
-        close(found.to_dense(), expected)
+    for matrix, expected in zip(found, (dense - 0.5 * skipped, skipped - dense, -dense), strict=True):
+        close(matrix, expected)
 
 
 @pytest.mark.parametrize("tree", [lambda w: w, lambda w: {"w": w}], ids=["bare", "in a dictionary"])

@@ -250,12 +250,12 @@ def test_relative_damping_against_dense_solves(diagonal):
     preconditioner = kfac.Eigh("float32", scale_damping=True)
     amount = damping_of_blocks(preconditioner, factors, jnp.asarray(0.2))
     np.testing.assert_allclose(amount, [0.2 * mean], rtol=1e-5)
-    kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
+    kept, _ = jax.jit(preconditioner.refresh)(preconditioner.init(factors), factors, amount)
     dense = np.linalg.solve(np.kron(a, g) + 0.2 * mean * np.eye(12), v.ravel("F")).reshape(3, 4, order="F")
     np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], dense, rtol=2e-3)
     # Cholesky splits the same amount between the factors: sqrt(l) in units of each factor.
     preconditioner = kfac.Cholesky("float32", scale_damping=True)
-    kept, _ = preconditioner.refresh(preconditioner.init(factors), factors, amount)
+    kept, _ = jax.jit(preconditioner.refresh)(preconditioner.init(factors), factors, amount)
     damped = [x + np.sqrt(0.2) * np.trace(x) / len(x) * np.eye(len(x)) for x in (g, a)]
     split = np.linalg.solve(damped[0], v) @ np.linalg.inv(damped[1])
     np.testing.assert_allclose(preconditioner.apply(kept, jnp.asarray(v)[None], jnp.asarray(0.2))[0], split, rtol=2e-3)

@@ -399,7 +399,7 @@ def test_kfac_warns_once_of_a_rate_of_adamws_size_or_of_zero(rate, words):
     w, x = jnp.ones((3, 2)), jnp.ones((8, 3))
     with pytest.warns(UserWarning, match=words) as warned:
         step = kfac.train_step(loss_fn, rate, verbose=False)
-        step(w, step.init(w, x), x)
+        jax.eval_shape(step, w, step.init(w, x), x)
     assert len(warned) == 1
 
 

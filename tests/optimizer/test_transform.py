@@ -311,8 +311,9 @@ def block_ages(every, warmup, steps, without=()):
 
 def ages(*args, **kwargs):
     """Return the ages after each step, where all blocks have the same age."""
-    assert all(len(set(blocks)) == 1 for blocks in block_ages(*args, **kwargs))
-    return [blocks[0] for blocks in block_ages(*args, **kwargs)]
+    found = block_ages(*args, **kwargs)
+    assert all(len(set(blocks)) == 1 for blocks in found)
+    return [blocks[0] for blocks in found]
 
 
 def test_when_the_inverses_are_refreshed():

@@ -15,7 +15,7 @@ from jax import lax
 
 import kfac
 import kfac._statistics.convolution
-from checking import check_all, check_kronecker, kinds, normal, run
+from checking import check_all, check_kronecker, kinds, normal, run, slow
 from oracle import Geometry, Hook, explicit_padding, truth
 
 N = 3
@@ -152,17 +152,24 @@ def test_two_dimensions_with_few_channels(x64, monkeypatch, case):
     check((5, 6), **case)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 6), (2, 3)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        dict(window=(3, 3), padding="SAME"),
-        dict(window=(5, 3), padding=[(2, 2), (2, 1)]),
-        dict(window=(2, 3), rhs=(1, 2), padding=[(3, 1), (2, 2)]),
-        dict(window=(3, 3), padding=[(4, 3), (3, 2)], bias=False),
-    ],
-    ids=name,
+SMALL = (1, 1), (2, 1), (1, 6), (2, 3)
+WIDE = (
+    dict(window=(3, 3), padding="SAME"),
+    dict(window=(5, 3), padding=[(2, 2), (2, 1)]),
+    dict(window=(2, 3), rhs=(1, 2), padding=[(3, 1), (2, 2)]),
+    dict(window=(3, 3), padding=[(4, 3), (3, 2)], bias=False),
 )
+
+
+def small_images():
+    """Yield all windows with all sizes. By default, every other pair runs, so each window and each size runs twice."""
+    for j, case in enumerate(WIDE):
+        for k, sizes in enumerate(SMALL):
+            marks = pytest.mark.slow if (j + k) % 2 else ()
+            yield pytest.param(case, sizes, id=f"{name(case)}-{sizes}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "sizes"), list(small_images()))
 def test_images_smaller_than_the_window(x64, case, sizes):
     check(sizes, **case)
 
@@ -537,9 +544,21 @@ def test_groups_in_flax(x64, framework):
 # -- transposed convolutions -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("strides", [(2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("spelling", ["lax", "linen", "nnx"])
+# The frameworks call `lax.conv_transpose`, so each has two of its four cases by default.
+@pytest.mark.parametrize(
+    ("spelling", "strides", "padding"),
+    [
+        *(("lax", strides, padding) for strides in ((2, 2), (3, 1)) for padding in ("SAME", "VALID")),
+        ("linen", (2, 2), "SAME"),
+        ("linen", (3, 1), "VALID"),
+        slow("linen", (2, 2), "VALID"),
+        slow("linen", (3, 1), "SAME"),
+        ("nnx", (2, 2), "VALID"),
+        ("nnx", (3, 1), "SAME"),
+        slow("nnx", (2, 2), "SAME"),
+        slow("nnx", (3, 1), "VALID"),
+    ],
+)
 def test_transposed_convolutions(x64, spelling, strides, padding):
     """Check transposed convolutions, as in image generators. Rows beyond the dilated image's border count as zeros."""
     window = (4, 3)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import kfac
-from checking import check_all, check_kronecker, check_vectors, kinds, normal, run
+from checking import check_all, check_kronecker, check_vectors, kinds, normal, run, slow
 from oracle import Hook, example_gradients, relative_error, truth
 
 N, T = 3, 4
@@ -451,9 +451,19 @@ def test_a_bias_added_by_the_caller_of_a_jitted_product(x64):
     assert kinds(layers) == BIASED
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))])
+def jit_of_remat(f):
+    return jax.jit(jax.checkpoint(jax.jit(f)))
+
+
 @pytest.mark.parametrize(
-    "policy", [None, "nothing_saveable", "dots_saveable"], ids=["default", "nothing_saveable", "dots_saveable"]
+    ("policy", "wrap"),
+    [
+        *((None, wrap) for wrap in (jax.jit, jax.checkpoint, jit_of_remat)),
+        ("nothing_saveable", jax.checkpoint),
+        ("dots_saveable", jit_of_remat),
+        *(slow("nothing_saveable", wrap) for wrap in (jax.jit, jit_of_remat)),
+        *(slow("dots_saveable", wrap) for wrap in (jax.jit, jax.checkpoint)),
+    ],
 )
 def test_the_whole_loss_under_jit_and_remat(x64, wrap, policy):
     loss = plain(two_layers)
