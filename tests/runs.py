@@ -30,7 +30,7 @@ def start(*args, name="train.py", devices=1, cached=True, cwd=None, env=None):
         **(env or {}),
     }
     # Scripts set their own flags. Pass on only those test flags that speed up compilation.
-    sooner = "fusion_emitters", "split_count"
+    sooner = "optimization_level", "expensive_passes", "fusion_emitters", "split_count"
     env["XLA_FLAGS"] = " ".join(flag for flag in env["XLA_FLAGS"].split() if any(name in flag for name in sooner))
     env["JAX_ENABLE_COMPILATION_CACHE"] = "true" if cached else "false"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
