@@ -5,10 +5,11 @@
     python examples/language_model/ladder.py report
     python examples/language_model/ladder.py plot
 
-A rung is a network, a batch and a number of steps. The network is the decoder in `transformer.py` with a tied table, in
-float32. The text comes from `sources.py`. For all methods, the rate rises for a tenth of the steps and then falls to
-zero. `search` starts with the given rate. It moves to half or twice the rate, and for Muon and SOAP to the next
-multiple of their Adam's rate, until no neighbour is better. Runs that are already in --results are not repeated.
+A rung is a network, a batch and a number of steps. The network is the decoder in `transformer.py` with a tied table.
+With `--dtype bfloat16`, products, activations and their gradients are bfloat16, as on GPUs. The text comes from
+`sources.py`. For all methods, the rate rises for a tenth of the steps and then falls to zero. `search` starts with the
+given rate. It moves to half or twice the rate, and for Muon and SOAP to the next multiple of their Adam's rate, until
+no neighbour is better. Runs that are already in --results are not repeated.
 
 The methods are:
 
@@ -59,7 +60,7 @@ MOMENTS = 12  # validations of a run
 
 
 class Rung(NamedTuple):
-    """Hold a network, a batch size in tokens, and a number of steps."""
+    """Hold a network and the dtype of its computations, a batch size in tokens, and a number of steps."""
 
     width: int
     blocks: int
@@ -67,6 +68,7 @@ class Rung(NamedTuple):
     vocabulary: int
     tokens: int
     steps: int
+    dtype: str = "float32"
 
     @property
     def every(self) -> int:
@@ -87,7 +89,7 @@ class Run(NamedTuple):
     @classmethod
     def of(cls, row: curves.Row) -> Run:
         """Return the run of a row."""
-        rung = Rung(*(row[name] for name in Rung._fields))
+        rung = Rung(**{name: row[name] for name in Rung._fields if name in row})
         rules = tuple(sorted(row["rules"].items()))
         return cls(rung, row["method"], row["rate"], row["adam"], rules, row["seed"])
 
@@ -114,7 +116,7 @@ class Run(NamedTuple):
 
 def network(rung: Rung) -> Transformer:
     heads = max(1, rung.width // HEAD)
-    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, dtype="float32", tied=True)
+    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, rung.dtype, tied=True)
 
 
 def at_start(rung: Rung, seed: Any) -> Any:
@@ -408,6 +410,10 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
     return result
 
 
+def written(entry: int | str) -> str:
+    return f"{entry:,}" if isinstance(entry, int) else entry
+
+
 def report(store: Store) -> None:
     """Print the best run of each method on each rung with K-FAC's lead over it, and then all settings of K-FAC."""
     found = store.curves()
@@ -420,7 +426,7 @@ def report(store: Store) -> None:
             if method != "kfac" and "kfac" in best:
                 nats, steps = lead(best["kfac"][1], curve, step)
                 ours = f"{nats:+.3f} | {steps:.0f}"
-            numbers = " | ".join(f"{number:,}" for number in (*rung, seed, step))
+            numbers = " | ".join(map(written, (*rung, seed, step)))
             multiple = f"{run.adam:g}" if method in ("muon", "soap") else ""
             print(f"| {numbers} | {method} | {run.rate:g} | {multiple} | {value_at(curve, step):.3f} | {ours} |")
     of_rules = *Rung._fields, "seed", "rules", "rate", "at step", "loss"
@@ -428,7 +434,7 @@ def report(store: Store) -> None:
     print("|---" * len(of_rules) + "|")
     for run, curve in sorted(found.items()):
         if run.method == "kfac":
-            numbers = " | ".join(f"{number:,}" for number in (*run.rung, run.seed))
+            numbers = " | ".join(map(written, (*run.rung, run.seed)))
             rules = " ".join(f"{pattern}={factor:g}" for pattern, factor in run.rules)
             escaped = rules.replace("|", "\\|")
             last = curve[-1]
@@ -456,7 +462,8 @@ def plot(store: Store, figure: Path) -> None:
             known = [row for row in curve if "kernels" in row]
             ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
             lower.plot([row["step"] for row in known], ranks, ".-", color=color)
-        upper.set_title(f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}", fontsize=8)
+        title = f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}, {rung.dtype}"
+        upper.set_title(title, fontsize=8)
         upper.legend(fontsize=7)
         lower.set_xlabel("step")
         for axis in (upper, lower):
@@ -475,6 +482,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, a multiple of the context")
     parser.add_argument("--steps", type=int, default=300, help="length of the schedule")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--stop", type=int, help="last step, if it is before the schedule's end")
     parser.add_argument("--method", choices=METHODS, default="kfac")
     parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")
