@@ -84,7 +84,7 @@ def test_search(ladder, tmp_path, monkeypatch):
 
 
 def test_report_and_plot(ladder, tmp_path, capsys):
-    rung = ladder.Rung(16, 2, 8, 300, 32, 12)
+    rung = ladder.Rung(16, 2, 8, 300, 32, 12, "bfloat16")
     losses = {("kfac", 0.1): [6, 5, 4, 3], ("muon", 0.03): [6, 5, 4.5, 4.5], ("muon", 0.06): [6, 6, 6, 6]}
     lines = []
     for (method, rate), curve in losses.items():
@@ -99,9 +99,9 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("".join(lines))
     main(ladder, "report", tmp_path)
     table = capsys.readouterr().out
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
     assert "| muon | 0.03 | 1 | 4.500 | +1.500 | 4 |" in table
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
     main(ladder, "plot", tmp_path)
     assert (tmp_path / "figure.png").is_file()
 
