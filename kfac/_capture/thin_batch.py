@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -40,50 +39,48 @@ def statistics_one_in(
     return ONE_IN if divisible and enough else 1
 
 
-class Thinned(NamedTuple):
+class Part(NamedTuple):
     """The arguments of a loss with a part of the batch.
 
     Attributes:
       args: the arguments by position.
       kwargs: the arguments by name.
-      kept: the number of examples in the part.
-      rows: the number of examples in the whole batch.
+      num_examples: the number of examples over which the loss takes the mean, if the user gave it.
+      num_microbatches: the number of micro-batches, which divides the number of examples.
     """
 
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
-    kept: int
-    rows: int
-
-    def of(self, num_examples: int | None) -> int | None:
-        """Scale a user's number of examples from the whole batch to the part, rounded down. None stays None."""
-        return None if num_examples is None else num_examples * self.kept // self.rows
+    num_examples: int | None
+    num_microbatches: int
 
 
 def thin_batch(
     layers: Layers,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
+    batch: Part,
     one_in: int,
-    multiple: int = 1,
-) -> Thinned:
-    """Keep every `one_in`-th example of a batch, or all examples if there are too few.
+) -> Part:
+    """Keep every `one_in`-th example of a batch and as many micro-batches, or all examples if there are too few.
+
+    The user's number of examples is scaled to the part and rounded down.
 
     Args:
       layers: the layers, which know the arguments with the batch.
-      args: the arguments of the loss by position.
-      kwargs: the arguments by name.
+      batch: the arguments with the whole batch.
       one_in: the distance between two kept examples.
-      multiple: a divisor of the number of kept examples, unless all examples are kept.
 
     Raises:
-      ValueError: the layers were found without a batch.
+      ValueError: the layers were found without a batch, although `one_in` is not 1.
     """
+    if one_in == 1:
+        return batch
     if not layers.batch_argnums:
         raise ValueError(
             "fraction= needs a batch whose examples are known: name its arguments, "
             "kfac.find_layers(loss_fn, params, batch, batch_argnums=1)"
         )
+    args, kwargs, num_examples, num_microbatches = batch
+    fewer = -(-num_microbatches // one_in)
     counts = {1: 1}  # numbers of kept examples, by leading length
 
     def thinned(key: ArgKey, argument: PyTree) -> PyTree:
@@ -95,7 +92,7 @@ def thin_batch(
             rows = leading_length(leaf, name, layers._shared_arrays)
             if rows is None:
                 return leaf
-            count = rows // (one_in * multiple) * multiple or rows
+            count = rows // (one_in * fewer) * fewer or rows
             counts[rows] = count
             if count == rows:
                 return leaf
@@ -109,4 +106,9 @@ def thin_batch(
     positional = tuple(thinned(key, x) for key, x in enumerate(args, 1))
     named = {key: thinned(key, x) for key, x in kwargs.items()}
     rows = max(counts)
-    return Thinned(positional, named, counts[rows], rows)
+    kept = counts[rows]
+    if num_examples is not None:
+        num_examples = num_examples * kept // rows
+    if kept < rows:
+        num_microbatches = fewer
+    return Part(positional, named, num_examples, num_microbatches)

@@ -25,7 +25,7 @@ from kfac._capture.plan import StatisticsPlan, plan_taps
 from kfac._capture.program import mark_live
 from kfac._capture.replay import replay
 from kfac._capture.taps import Probes
-from kfac._capture.thin_batch import statistics_one_in, thin_batch
+from kfac._capture.thin_batch import Part, statistics_one_in, thin_batch
 from kfac._capture.trace import (
     Trace,
     batch_arguments,
@@ -194,16 +194,11 @@ def statistics(
     @takes_kwargs
     @on_mesh
     def factors_of(params, *args, kwargs=None, fisher_key=None, basis=None):
-        kwargs = dict(kwargs or {})
-        evaluate = evaluator
-        if one_in > 1:
-            part = thin_batch(layers, args, kwargs, one_in)
-            args = part.args
-            kwargs = part.kwargs
-            examples = part.of(num_examples)
-            evaluate = dataclasses.replace(evaluator, num_examples=examples)
+        whole = Part(args, dict(kwargs or {}), num_examples, 1)
+        part = thin_batch(layers, whole, one_in)
+        evaluate = dataclasses.replace(evaluator, num_examples=part.num_examples)
         return evaluate(
-            params, args, kwargs, fisher_key, basis, gradients=False
+            params, part.args, part.kwargs, fisher_key, basis, gradients=False
         ).factors
 
     return factors_of
@@ -314,7 +309,7 @@ class Evaluator:
             inputs = [*(leaves | wanted).values(), *traced.arrays]
             return replay(traced.program, inputs, planned.plan, entries)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
+        zeros = optax.tree.zeros_like(planned.probes)
         probes = reshard_like(zeros, planned.probes)
         probes = as_varying(probes, axes | varying_axes(params))
         outs, found, factors = _differentiate(
@@ -431,8 +426,7 @@ def _differentiate(
     features, unravel = ravel_pytree(handed_sums)
     units = jnp.eye(len(features), dtype=features.dtype)
     units = as_varying(units, varying_axes(features))
-    factors = _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
-    return outs, grads, factors
+    return outs, grads, _sum_of_moments(lambda unit: factors_of(unravel(unit)), units)
 
 
 def _sum_of_moments(factors_of: Callable, units: Array) -> Factors:

@@ -55,12 +55,12 @@ class Clock:
     def record(
         self,
         opt_state: PyTree,
-        calls: int | None,
+        calls: int,
         interval: Interval | None,
     ) -> None:
-        """Note the state that a call returned, if its number of calls and the interval are known on the host."""
+        """Note the state after `calls` calls, if the interval is known on the host."""
         self._arrays = ()
-        if calls is not None and interval is not None:
+        if interval is not None:
             # The three scalars stay alive, but no other array of the state.
             self._arrays = _counters(opt_state)
             self._next = Reading(interval.due_on_host(calls), calls)

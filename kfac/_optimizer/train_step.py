@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from kfac._capture.find_layers import find_layers
 from kfac._capture.make_layers import LONG
-from kfac._capture.thin_batch import statistics_one_in, thin_batch
+from kfac._capture.thin_batch import Part, statistics_one_in, thin_batch
 from kfac._capture.value_and_grad import plain_value_and_grad, statistics
 from kfac._checks import (
     HINTS,
@@ -41,22 +41,6 @@ from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
 from kfac._optimizer.state import KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
-
-
-class Part(NamedTuple):
-    """The arguments of the loss with a part of the batch.
-
-    Attributes:
-      args: the arguments by position.
-      kwargs: the arguments by name.
-      num_examples: the number of examples over which the loss takes the mean, if given.
-      parts: the number of micro-batches.
-    """
-
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree]
-    num_examples: int | None
-    parts: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,13 +114,10 @@ class TrainStep:
                 f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
             )
         opt_state = self._programs["init"](params)
-        known = not any(map(_is_traced, jax.tree.leaves(opt_state)))
-        if self.verbose and known and jax.process_index() == 0:
-            one_in = statistics_one_in(layers, self.statistics_fraction)
-            print(
-                _summary(layers, params, opt_state, self.num_examples, one_in),
-                flush=True,
-            )
+        leaves = jax.tree.leaves(opt_state)
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if self.verbose and not traced and jax.process_index() == 0:
+            print(self._summary(layers, params, opt_state), flush=True)
         interval = interval_of(opt_state)
         self.intervals[_shapes(params)] = interval
         self.clock.record(opt_state, 0, interval)
@@ -172,8 +153,7 @@ class TrainStep:
         kwargs = dict(kwargs or {})
 
         def run_observe(opt_state):
-            program = self._programs["observe"]
-            return program(
+            return self._programs["observe"](
                 params, opt_state, *args, kwargs=kwargs, fisher_key=fisher_key
             )
 
@@ -186,6 +166,40 @@ class TrainStep:
             self.clock.record(result[1], calls + 1, self._interval(params))
         return result
 
+    def _summary(self, layers: Layers, params: PyTree, opt_state: PyTree) -> str:
+        """Return lines with the layers, the batch, the mean cost of a step, the state's memory, and the compilation."""
+        one_in = statistics_one_in(layers, self.statistics_fraction)
+        settings = _kfac_state(opt_state).settings
+        preconditioner = settings.preconditioner
+        period = 1 if settings.interval is None else int(settings.interval.every)
+        total = sum(layer.num_params for layer in layers)
+        within = sum(layer.num_params for layer in layers.preconditioned)
+        count = len(layers.preconditioned)
+        found = f"{count} layer{'s' * (count != 1)}, {_short(within)} parameters"
+        if total > within:
+            found += f" ({_short(total - within)} more skipped)"
+        examples = f"{self.num_examples or layers.num_examples or 'unknown'} examples"
+        if layers.batch_argnums:
+            keys = ", ".join(map(repr, layers.batch_argnums))
+            examples += f" in argument{'s' * (len(layers.batch_argnums) > 1)} {keys}"
+        part = f" from 1/{one_in} of them" if one_in > 1 else ""
+        when = (
+            f"every {period} steps after the start" if period > 1 else "in every step"
+        )
+        size = _bytes_per_device(opt_state)
+        adam = 2 * _bytes_per_device(params) or 1
+        kept = "; set jax_compilation_cache_dir to keep them"
+        if jax.config.values["jax_compilation_cache_dir"]:
+            kept = ", or loads them"
+        lines = [
+            f"{found}, {type(preconditioner).__name__}",
+            f"{examples}; statistics{part} {when}",
+            _cost(layers, preconditioner, period, one_in),
+            f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
+            f"the first step compiles two programs{kept}",
+        ]
+        return "\n".join(lines)
+
     def _interval(self, params: PyTree) -> Interval | None:
         """Return the optimizer's interval between statistics, or None if the host does not know it."""
         shapes = _shapes(params)
@@ -195,8 +209,7 @@ class TrainStep:
         return self.intervals[shapes]
 
     def _init(self, params):
-        layers = self._find_layers(params, (), {})
-        return self._transformation(layers).init(params)
+        return self._transformation(self._find_layers(params, (), {})).init(params)
 
     @functools.cached_property
     def _programs(self) -> dict[str, Callable]:
@@ -263,7 +276,7 @@ class TrainStep:
         Raises:
           ValueError: if tracing found the batch in keyword arguments.
         """
-        argnums = self.found.get("batch_argnums")
+        argnums = self.found["batch_argnums"]
         if parts == 1:
             return fn
         if argnums is None and layers.batch_argnums:
@@ -280,7 +293,8 @@ class TrainStep:
         layers = self._find_layers(params, args, kwargs)
         state = _kfac_state(opt_state)
         one_in = statistics_one_in(layers, self.statistics_fraction)
-        part = self._thinned(layers, args, kwargs, one_in)
+        part = thin_batch(layers, self._whole(args, kwargs), one_in)
+        parts = part.num_microbatches
         examples = part.num_examples
         measure = statistics(
             self.loss_fn,
@@ -288,13 +302,13 @@ class TrainStep:
             fraction=1,
             has_aux=self.has_aux,
             fisher=self.fisher,
-            num_examples=examples and examples // part.parts,
+            num_examples=examples and examples // parts,
             distribution=state.settings.distribution,
         )
         basis = None
         if state.settings.preconditioner.uses_example_moments:
             basis = eigenbasis(opt_state, layers)
-        measure = self._in_parts(measure, layers, part.parts)
+        measure = self._in_parts(measure, layers, parts)
         factors = measure(
             params, *part.args, kwargs=part.kwargs, fisher_key=fisher_key, basis=basis
         )
@@ -341,36 +355,21 @@ class TrainStep:
 
         def loss_of_params(params):
             args, kwargs = jax.tree.unflatten(structure, leaves)
-            part = self._thinned(layers, args, kwargs, one_in)
-            in_parts = self._in_parts(loss, layers, part.parts)
+            part = thin_batch(layers, self._whole(args, kwargs), one_in)
+            in_parts = self._in_parts(loss, layers, part.num_microbatches)
             return in_parts(params, *part.args, kwargs=part.kwargs)
 
         return loss_of_params
 
-    def _thinned(
-        self,
-        layers: Layers,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-        one_in: int,
-    ) -> Part:
-        """Return one of `one_in` examples, and their micro-batches."""
-        parts = self.num_microbatches
-        examples = self.num_examples
-        if one_in == 1:
-            return Part(args, kwargs, examples, parts)
-        fewer = -(-parts // one_in)
-        thinned = thin_batch(layers, args, kwargs, one_in, fewer)
-        if thinned.kept < thinned.rows:
-            parts = fewer
-        return Part(thinned.args, thinned.kwargs, thinned.of(examples), parts)
+    def _whole(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Part:
+        """Return the arguments of the loss with the whole batch."""
+        return Part(args, kwargs, self.num_examples, self.num_microbatches)
 
 
-OF_FIND_LAYERS = "layers=kfac.find_layers(loss_fn, params, batch, {}=...)"
 MOVED = {
     "communication_dtype": "distribution=kfac.Distribution(communication_dtype=...)",
-    "max_factor_dim": OF_FIND_LAYERS.format("max_factor_dim"),
-    "strict": OF_FIND_LAYERS.format("strict"),
+    "max_factor_dim": "layers=kfac.find_layers(loss_fn, params, batch, max_factor_dim=...)",
+    "strict": "layers=kfac.find_layers(loss_fn, params, batch, strict=...)",
 }
 
 
@@ -464,19 +463,17 @@ def train_step(
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
         )
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(rules=rules, batch_argnums=batch_argnums)
     if layers is not None:
         check_layers(layers)
-        for name, value in (("rules", rules), ("batch_argnums", batch_argnums)):
+        for name, value in found.items():
             if value is not None:
                 raise ValueError(
                     f"{name}={value!r} has no effect with layers=: pass it to kfac.find_layers"
                 )
-    else:
-        found = dict(rules=rules, batch_argnums=batch_argnums)
-        if state.settings.preconditioner.uses_example_moments:
-            # Only whole kernels have moments.
-            found["max_factor_dim"] = MAX_DIM
+    elif state.settings.preconditioner.uses_example_moments:
+        # Only whole kernels have moments.
+        found["max_factor_dim"] = MAX_DIM
     return TrainStep(
         loss_fn=loss_fn,
         learning_rate=learning_rate,
@@ -498,10 +495,6 @@ def _shapes(params: PyTree) -> Any:
     """Return the tree structure and the shapes of parameters, as a hashable value."""
     leaves, structure = jax.tree.flatten(params)
     return structure, *[getattr(leaf, "shape", ()) for leaf in leaves]
-
-
-def _is_traced(leaf: object) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
 
 
 def _as_traced(leaf: Any) -> Any:
@@ -548,44 +541,6 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
             f"state is {opt_state!r}"
         )
     return states[0]
-
-
-def _summary(
-    layers: Layers,
-    params: PyTree,
-    opt_state: PyTree,
-    num_examples: int | None,
-    one_in: int,
-) -> str:
-    """Return lines with the layers, the batch, the mean cost of a step, the state's memory, and the compilation."""
-    settings = _kfac_state(opt_state).settings
-    preconditioner = settings.preconditioner
-    period = 1 if settings.interval is None else int(settings.interval.every)
-    total = sum(layer.num_params for layer in layers)
-    within = sum(layer.num_params for layer in layers.preconditioned)
-    count = len(layers.preconditioned)
-    found = f"{count} layer{'s' * (count != 1)}, {_short(within)} parameters"
-    if total > within:
-        found += f" ({_short(total - within)} more skipped)"
-    examples = f"{num_examples or layers.num_examples or 'unknown'} examples"
-    if layers.batch_argnums:
-        keys = ", ".join(map(repr, layers.batch_argnums))
-        examples += f" in argument{'s' * (len(layers.batch_argnums) > 1)} {keys}"
-    part = f" from 1/{one_in} of them" if one_in > 1 else ""
-    when = f"every {period} steps after the start" if period > 1 else "in every step"
-    size = _bytes_per_device(opt_state)
-    adam = 2 * _bytes_per_device(params) or 1
-    kept = "; set jax_compilation_cache_dir to keep them"
-    if jax.config.values["jax_compilation_cache_dir"]:
-        kept = ", or loads them"
-    lines = [
-        f"{found}, {type(preconditioner).__name__}",
-        f"{examples}; statistics{part} {when}",
-        _cost(layers, preconditioner, period, one_in),
-        f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
-        f"the first step compiles two programs{kept}",
-    ]
-    return "\n".join(lines)
 
 
 def _cost(
