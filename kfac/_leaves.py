@@ -37,8 +37,7 @@ class Layout(NamedTuple):
 
     def _order(self) -> list[int]:
         order = ("stack", "in", "out")
-        axes = range(len(self.roles))
-        return sorted(axes, key=lambda k: order.index(self.roles[k]))
+        return sorted(range(len(self.roles)), key=lambda k: order.index(self.roles[k]))
 
     def to_rows(self, leaf: Array) -> Array:
         """Return `leaf` as `[copies, d_in, d_out]`. For a leaf without input axes, `d_in` is 1."""
@@ -60,23 +59,19 @@ def leaf_paths(tree: PyTree) -> list[str]:
     `params`.
     """
     paths = []
-    for outer, node in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
+    for outer, node in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
         inside = [inner for inner, _ in jax.tree.leaves_with_path(node)]
-        if _is_variable(node) and len(inside) == 1:
+        if is_variable(node) and len(inside) == 1:
             inside = [()]
         for inner in inside:
-            path = (*outer, *inner)
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = jax.tree_util.keystr((*outer, *inner), simple=True, separator="/")
             paths.append(name or "params")
     return paths
 
 
-def _is_variable(node: object) -> bool:
-    return any(
-        base.__module__.startswith("flax.nnx")
-        and base.__name__ in ("Variable", "VariableState")
-        for base in type(node).__mro__
-    )
+def is_variable(node: object) -> bool:
+    """Return whether a tree node is a mutable variable, such as flax nnx uses for parameters and optimizer states."""
+    return hasattr(node, "get_value") and hasattr(node, "set_value")
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:

@@ -228,10 +228,10 @@ def narrowed(
     return cast, all_finite(changed)
 
 
-def all_finite(leaves: Iterable[Array], also: Array | bool = True) -> Array:
-    """Return whether all numbers in the leaves are finite, and `also` is true."""
+def all_finite(leaves: Iterable[Array]) -> Array:
+    """Return whether all numbers in the leaves are finite."""
     flags = [finite(leaf, 0) for leaf in leaves]
-    return jnp.all(also & jnp.stack([jnp.array(True), *flags]))
+    return jnp.all(jnp.stack([jnp.array(True), *flags]))
 
 
 def starts_of(groups: Iterable[Group]) -> dict[int, Array]:

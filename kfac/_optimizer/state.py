@@ -19,7 +19,7 @@ from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment, assign_blocks
 from kfac._factors import Block, static
 from kfac._layers import Layers
-from kfac._leaves import leaves_by_path
+from kfac._leaves import is_variable, leaves_by_path
 from kfac._mesh import PyTree
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options
@@ -290,11 +290,6 @@ def has_masked(tree: PyTree) -> bool:
     return bool(find_nodes(tree, optax.MaskedNode))
 
 
-def is_variable(node: object) -> bool:
-    """Return whether a tree node is a mutable variable, such as flax nnx uses for an optimizer's state."""
-    return hasattr(node, "get_value") and hasattr(node, "set_value")
-
-
 def pure(tree: PyTree) -> PyTree:
     """Replace the mutable variables in a tree by their values."""
 
@@ -354,36 +349,28 @@ def blocks_of(
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def check_state(
-    settings: Settings,
-    options: Options,
-    devices: int,
-    state: KfacState,
-) -> None:
-    """Raise a `ValueError` if the state was initialised with other options or another number of devices."""
+def check_state(settings: Settings, devices: int, state: KfacState) -> None:
+    """Raise a `ValueError` if the state was initialised with other settings or another number of devices."""
     check_blocks(state, devices)
     if state.settings.preconditioner != settings.preconditioner:
         raise ValueError(
             f"preconditioner={settings.preconditioner!r}, but the optimizer state is one for "
             f"preconditioner={state.settings.preconditioner!r}: name the one that it was initialised with"
         )
-    adaptive = options.adaptive_layer_rates
-    momenta = {n: blocks.momentum_state for n, blocks in state.blocks.items()}
-    for part, name, _, form in state.flat_state.stored:
-        if part == "momentum_state":
-            momenta[name] = jax.tree.unflatten(*form)
-    for group in settings.groups:
-        momentum, rate = momenta[group.name]
-        for option, expected, array in (
-            ("momentum", options.has_momentum(group), momentum),
-            ("adaptive_layer_rates", adaptive, rate),
-        ):
-            if expected != (array is not None):
-                has = "none" if expected else "some"
-                raise ValueError(
-                    f"{option}= does not go with its state, which has {has} for blocks {group.name}: initialise it "
-                    "with the same"
-                )
+
+
+def check_momentum(options: Options, group: Group, state: MomentumState) -> None:
+    """Raise a `ValueError` if the state of a group was initialised with other options."""
+    for option, expected, array in (
+        ("momentum", options.has_momentum(group), state.momentum),
+        ("adaptive_layer_rates", options.adaptive_layer_rates, state.rate),
+    ):
+        if expected != (array is not None):
+            has = "none" if expected else "some"
+            raise ValueError(
+                f"{option}= does not go with its state, which has {has} for blocks {group.name}: initialise it with "
+                "the same"
+            )
 
 
 def check_blocks(state: KfacState, devices: int) -> None:

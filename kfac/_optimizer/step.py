@@ -30,10 +30,10 @@ from kfac._optimizer.state import (
     KfacMetrics,
     KfacState,
     PreconditionerState,
+    check_momentum,
     check_state,
 )
 from kfac._optimizer.step_scaling import (
-    Kernels,
     MomentumState,
     Stack,
     StepScalars,
@@ -60,7 +60,7 @@ def preconditioned_step(
     Returns:
       The updates in the form of the gradients, and the state after the step.
     """
-    check_state(device.settings, device.options, device.comm.devices, device.state)
+    check_state(device.settings, device.comm.devices, device.state)
     device.comm.check("updates", updates.tree)
     updates, gradients = device.receive(updates)
     leaves = leaves_by_path(updates.tree)
@@ -68,7 +68,7 @@ def preconditioned_step(
         x for p, x in leaves.items() if p in device.settings.layers.skipped_paths
     ]
     square = device.total_product(gradients, gradients)
-    usable = all_finite(skipped, jnp.isfinite(square))
+    usable = all_finite(skipped) & jnp.isfinite(square)
     directions, advanced, angles = precondition(device, now, gradients)
     norms = square, device.product(directions, directions)
     steps, scale = clip(device, now, directions, gradients)
@@ -186,8 +186,11 @@ def add_momentum(
     full = (now.rate > 0) & (now.rate <= last) & (now.rate >= highest / 2)
     steps = dict(steps)
     motions = {}
-    for name in state.blocks:
-        trace, rate = block_of(state, device.comm, name).momentum_state
+    for group in device.settings.groups:
+        name = group.name
+        motion = block_of(state, device.comm, name).momentum_state
+        check_momentum(device.options, group, motion)
+        trace, rate = motion
         if rate is not None:
             # A preconditioner that owns the momentum has compared its directions with the gradients itself.
             angle = angles[name] if trace is None else cosine(trace, gradients[name])
@@ -234,8 +237,7 @@ def multiply(device: WholeGradients, steps: Vectors) -> Vectors:
         if np.all(factors == 1):
             continue
         name = group.name
-        dtype = steps[name].dtype
-        own = device.take(name, jnp.asarray(factors, dtype))
+        own = device.take(name, jnp.asarray(factors, steps[name].dtype))
         steps[name] = steps[name] * per_block(own, steps[name])
     return steps
 
@@ -250,11 +252,7 @@ def build_stack(
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
     kernels = find_kernels(group, device.options.spectral)
-    # One row broadcasts over all blocks, which spares the devices a look-up of their own rows.
-    if all(np.all(x == x[0]) for x in kernels):
-        kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
-    else:
-        kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
+    kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
     stack = Stack(steps, params, gradients, kernels, by_row=not group.kronecker)
     pieces = np.repeat(
         [layer.pieces for layer in group.layers],
@@ -301,7 +299,7 @@ def measure(
     """
     comm = device.comm
     state = device.state
-    metrics = device.state.metrics
+    metrics = state.metrics
     conditions = []
     ages = []
     rates = []
@@ -311,9 +309,8 @@ def measure(
         block = state.blocks[name]
         condition = None
         if name in advanced:
-            damping = damping_of_step(device, group, now.damping)
             condition = device.settings.preconditioner.applied_condition(
-                advanced[name], damping
+                advanced[name], damping_of_step(device, group, now.damping)
             )
         if condition is None:
             condition = block.condition
@@ -337,21 +334,23 @@ def measure(
     usable = refusals == 0
     min_layer_rate = max_layer_rate = jnp.ones((), jnp.float32)
     if rates:
-        max_layer_rate = jnp.where(usable, extremes[2], metrics.max_layer_rate)
-        min_layer_rate = jnp.where(usable, 1 / extremes[3], metrics.min_layer_rate)
-    scale = scale.astype(jnp.float32)
+        max_layer_rate = extremes[2]
+        min_layer_rate = 1 / extremes[3]
     new = metrics._replace(
-        damping=jnp.where(usable, now.damping, metrics.damping),
+        damping=now.damping,
+        condition=extremes[0],
+        kl_clip_scale=scale.astype(jnp.float32),
+        min_layer_rate=min_layer_rate,
+        max_layer_rate=max_layer_rate,
+    )
+    # In a rejected step, the new state of a preconditioner may not be finite.
+    new = optax.tree.where(usable, new, metrics)
+    new = new._replace(
         gradient_norm=jnp.sqrt(square).astype(jnp.float32),
         preconditioned_norm=jnp.sqrt(preconditioned),
-        # In a rejected step, the new state of a preconditioner may not be finite.
-        condition=jnp.where(usable, extremes[0], metrics.condition),
         # A rejected step does not count.
         inverse_age=jnp.maximum(extremes[1].astype(jnp.int32) - ~usable, 0),
         skipped_steps=metrics.skipped_steps + ~usable,
-        kl_clip_scale=jnp.where(usable, scale, metrics.kl_clip_scale),
-        min_layer_rate=min_layer_rate,
-        max_layer_rate=max_layer_rate,
     )
     return new, usable
 
@@ -366,11 +365,11 @@ def commit(
     state = device.state
     comm = device.comm
     for name, motion in motions.items():
-        block = block_of(state, comm, name)
-        new: dict[str, Any] = {"momentum_state": motion}
-        old: dict[str, Any] = {"momentum_state": block.momentum_state}
+        parts: dict[str, Any] = {"momentum_state": motion}
         if name in preconditioners:
-            new["preconditioner"] = preconditioners[name]
-            old["preconditioner"] = block.preconditioner
-        state = with_parts(state, comm, name, **optax.tree.where(usable, new, old))
+            parts["preconditioner"] = preconditioners[name]
+        block = block_of(state, comm, name)
+        old = {part: getattr(block, part) for part in parts}
+        parts = optax.tree.where(usable, parts, old)
+        state = with_parts(state, comm, name, **parts)
     return state

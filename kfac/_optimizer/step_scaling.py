@@ -125,8 +125,7 @@ def step_length(layer: Layer, kernel: bool) -> float:
     length = layer.overlap**0.5
     if not kernel:
         return length * BESIDE_KERNELS
-    d_in = layer.layouts[0].size("in")
-    return length * max(1.0, layer.d_out / d_in) ** 0.5
+    return length * max(1.0, layer.d_out / layer.layouts[0].size("in")) ** 0.5
 
 
 def find_kernels(
@@ -173,7 +172,7 @@ class Stack(NamedTuple):
       updates: `[k, d_in, d_out]`, the steps before their lengths are set.
       params: `[k, d_in, d_out]`, the parameters; None if no block is a kernel.
       gradients: `[k, d_in, d_out]`, averaged over the whole batch.
-      kernels: arrays `[k]`, or `[1]` if all blocks have the same properties.
+      kernels: arrays `[k]`.
       by_row: whether each row of a block is a separate leaf, such as a scale and a shift.
       whole: replaces each piece's sums by the totals over all pieces of its kernel, `[sums, k]` to `[sums, k]`. None if
         each block is a whole kernel.
@@ -308,7 +307,7 @@ def _sums(x: Stack) -> BlockSums:
         totals[1:1] = [zero] * 4
 
     def for_each_sum(values):
-        # From `[k]` or `[1]` to one entry for each sum, which with `by_row` is one for each row.
+        # From `[k]` to one entry for each sum, which with `by_row` is one for each row.
         return (zero + per_block(values, zero)).astype(u.dtype).reshape(-1)
 
     size = for_each_sum(x.kernels.size)
