@@ -23,6 +23,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -54,12 +55,18 @@ class Group:
     block for each piece. In the other groups, all channels of a unit-wise or diagonal layer form one block.
 
     Attributes:
-      name: the key of the group in the state.
       layers: the members, sorted by name.
     """
 
-    name: str
     layers: tuple[Layer, ...]
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The key of the group in the state, which follows from the shape of its blocks."""
+        source = "" if self.captured else "gradient_"
+        kind = "kronecker" if self.kronecker else "unitwise"
+        form = "".join(f"_diagonal_{factor}" for factor in self.layers[0].diagonal)
+        return f"{source}{kind}_{self.d_out}x{self.d_in}{form}"
 
     @property
     def kronecker(self) -> bool:
@@ -153,10 +160,7 @@ class Group:
 
     def moments(self, preconditioner: BlockPreconditioner) -> Shape | None:
         """Return the shape of one block's moments. None if `preconditioner` takes none or no member has any."""
-        if (
-            self.supports_ekfac
-            and self.preconditioner_of(preconditioner).uses_example_moments
-        ):
+        if self.supports_ekfac and preconditioner.uses_example_moments:
             return self.d_out, self.d_in
         return None
 
@@ -259,22 +263,29 @@ class Group:
 
     def of_gradients(self, gradients: Array) -> Block:
         """Form gradient factors, which are not scaled, from averaged gradients `[k, d_in, d_out]`."""
-        if self.kronecker:
-            return kronecker.of_gradients(self.shapes, gradients)
-        return Unitwise(jnp.square(gradients.mT)[..., None])
+        if not self.kronecker:
+            return Unitwise(jnp.square(gradients.mT)[..., None])
 
-    def scaled(
-        self,
-        factors: Block,
-        back: bool = False,
-    ) -> Block:
+        def second_moment(whole, diagonal, shape):
+            spec = diagonal if len(shape) == 1 else whole
+            return jnp.einsum(spec, gradients, gradients, precision="highest")
+
+        # V^T V and V V^T for a kernel's gradient V, which lies here as V^T.
+        a = second_moment("kia,kja->kij", "kia,kia->ki", self.shapes["A"])
+        g = second_moment("kai,kaj->kij", "kai,kai->ki", self.shapes["G"])
+        return Kronecker(a, g)
+
+    def scaled(self, factors: Block, back: bool = False) -> Block:
         """Convert averaged results of `of_gradients` to block statistics, or with `back` the reverse.
 
-        Captured and unit-wise statistics are returned unchanged.
+        Afterwards the Kronecker product of `E[V^T V]` and `E[V V^T]` has the trace of `E[vec V vec V^T]`. Both factors
+        also have this trace `t`, so each is divided by `sqrt(t)`. Captured and unit-wise statistics stay unchanged.
         """
         if self.captured or not isinstance(factors, Kronecker):
             return factors
-        return kronecker.scaled(factors, back)
+        trace = jnp.sum(diagonals(factors.A), axis=-1)
+        scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
+        return jax.tree.map(lambda x: x * per_block(scale, x), factors)
 
     def stack_matrices(
         self,
@@ -337,10 +348,10 @@ class Group:
 
     def split(self, stacks: PyTree) -> Iterator[tuple[Layer, PyTree]]:
         """Yield each member with its part of `stacks`, a tree with leaves `[k, ...]`."""
-        leaves, treedef = jax.tree.flatten(stacks)
-        parts = [jnp.split(leaf, self.starts[1:]) for leaf in leaves]
-        for k, layer in enumerate(self.layers):
-            yield layer, jax.tree.unflatten(treedef, [part[k] for part in parts])
+        members = zip(self.layers, self.counts, self.starts, strict=True)
+        for layer, count, start in members:
+            part = operator.itemgetter(slice(start, start + count))
+            yield layer, jax.tree.map(part, stacks)
 
 
 # How many FLOPs per step padding may add to save a group. On a CPU, a group of small blocks takes 0.3 ms per step and a
@@ -364,9 +375,9 @@ def group_layers(
     """
     by_shape: dict[str, list[Layer]] = {}
     for layer in layers.preconditioned:
-        by_shape.setdefault(_name((layer,)), []).append(layer)
+        by_shape.setdefault(Group((layer,)).name, []).append(layer)
     groups: list[Group] = []
-    equal = [Group(name, tuple(members)) for name, members in by_shape.items()]
+    equal = [Group(tuple(members)) for members in by_shape.values()]
     # The largest first, so that small blocks join large ones.
     equal.sort(key=lambda group: (-_flops(group, preconditioner), group.name))
     for group in equal:
@@ -375,7 +386,7 @@ def group_layers(
         for number, other in enumerate(groups):
             if not _may_join(other, group, preconditioner):
                 continue
-            both = Group("", (*other.layers, *group.layers))
+            both = Group((*other.layers, *group.layers))
             apart = _flops(other, preconditioner) + _flops(group, preconditioner)
             added = _flops(both, preconditioner) - apart
             larger = _elements(both) / (_elements(other) + _elements(group))
@@ -385,27 +396,18 @@ def group_layers(
         if best is None:
             groups.append(group)
         else:
-            groups[best] = Group("", (*groups[best].layers, *group.layers))
+            groups[best] = Group((*groups[best].layers, *group.layers))
     by_name: dict[str, list[Layer]] = {}
     for group in groups:
         # Padding may have made two groups equal.
-        by_name.setdefault(_name(group.layers), []).extend(group.layers)
+        by_name.setdefault(group.name, []).extend(group.layers)
     groups = []
-    for name, members in by_name.items():
+    for members in by_name.values():
         # Sort the members by name, so that the block order in a state does not depend on the program.
         members.sort(key=lambda layer: layer.name)
-        groups.append(Group(name, tuple(members)))
+        groups.append(Group(tuple(members)))
     groups.sort(key=lambda group: min(layer.order for layer in group.layers))
     return tuple(groups)
-
-
-def _name(layers: tuple[Layer, ...]) -> str:
-    """Return the name of a group with these members."""
-    group = Group("", layers)
-    source = "" if group.captured else "gradient_"
-    kind = "kronecker" if group.kronecker else "unitwise"
-    form = "".join(f"_diagonal_{factor}" for factor in layers[0].diagonal)
-    return f"{source}{kind}_{group.d_out}x{group.d_in}{form}"
 
 
 def _flops(group: Group, preconditioner: BlockPreconditioner) -> float:
@@ -456,10 +458,9 @@ def check_factors(
         `preconditioner`, gradients or moments are missing, have another shape, or are not used by the `preconditioner`.
     """
     if not isinstance(factors, Factors):
-        how = "factors = kfac.statistics(loss_fn, layers)(params, batch)"
-        kind = type(factors).__name__
         raise ValueError(
-            f"factors must be what kfac.statistics returns, but is {kind}: write {how}"
+            f"factors must be what kfac.statistics returns, but is {type(factors).__name__}: write "
+            "factors = kfac.statistics(loss_fn, layers)(params, batch)"
         )
     how = "they must be of the layers of this optimizer"
     check_by_layer("factors", factors, layers.with_factors, how)

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from kfac._factors import Kronecker, Packed, diagonals, per_block
-from kfac._layers import FactorShapes, Layer
+from kfac._factors import Kronecker, Packed
+from kfac._layers import Layer
 from kfac._packing import in_blocks, pad_to_devices, pieces_along
 
 
@@ -47,33 +47,6 @@ def unstack(layer: Layer, blocks: Kronecker) -> Kronecker:
     return blocks if layer.stacked else jax.tree.map(lambda x: x[0], blocks)
 
 
-def of_gradients(shapes: FactorShapes, gradients: Array) -> Kronecker:
-    """Return `V^T V` and `V V^T` without scaling.
-
-    Args:
-      shapes: the shapes of one block's factors.
-      gradients: the averaged gradients `[k, d_in, d_out]`.
-    """
-
-    def second_moment(whole, diagonal, shape):
-        spec = diagonal if len(shape) == 1 else whole
-        return jnp.einsum(spec, gradients, gradients, precision="highest")
-
-    a = second_moment("kia,kja->kij", "kia,kia->ki", shapes["A"])
-    g = second_moment("kai,kaj->kij", "kai,kai->ki", shapes["G"])
-    return Kronecker(a, g)
-
-
-def scaled(factors: Kronecker, back: bool) -> Kronecker:
-    """Scale `E[V^T V]` and `E[V V^T]`, so that their Kronecker product has the trace of `E[vec V vec V^T]`.
-
-    Both factors also have this trace `t`, so each is divided by `sqrt(t)`. With `back`, undo the scaling.
-    """
-    trace = jnp.sum(diagonals(factors.A), axis=-1)
-    scale = trace if back else lax.rsqrt(jnp.where(trace > 0, trace, 1))
-    return jax.tree.map(lambda x: x * per_block(scale, x), factors)
-
-
 def to_send(layer: Layer, packed: Packed) -> Kronecker:
     """Return a layer's part of its group's message.
 
@@ -86,8 +59,7 @@ def to_send(layer: Layer, packed: Packed) -> Kronecker:
     flat = packed.flat
     for side, count in zip("AG", layer.num_blocks, strict=True):
         if side in layer.diagonal and count > 1:
-            diagonal = getattr(flat, side)[..., 0, :]
-            pieces = _pieces_of_diagonal(layer, side, diagonal)
+            pieces = _pieces_of_diagonal(layer, side, getattr(flat, side)[..., 0, :])
             flat = dataclasses.replace(flat, **{side: pieces})
 
     def filled(x):

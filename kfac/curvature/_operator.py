@@ -237,8 +237,7 @@ class BlockOperator(Linear):
         for layer, block in self._by_layer():
             sides = (1, "G"), (2, "A")
             ascending = [axis for axis, side in sides if side not in layer.diagonal]
-            pieces = layer.from_pieces(jnp.flip(block.values, ascending))
-            values.append(pieces.ravel())
+            values.append(layer.from_pieces(jnp.flip(block.values, ascending)).ravel())
         return jnp.concatenate(values)
 
     def _tree(self, matrix_of: Callable[[OperatorBlock], Array]) -> Params:
@@ -361,8 +360,7 @@ def _without_padding(group: Group, blocks: BlockState) -> list[Stack]:
         return [Stack(group, blocks.factors, blocks.preconditioner)]
     stacks = []
     for layer, part in group.split(blocks.factors):
-        statistics = group.without_padding(layer, part)
-        stacks.append(Stack(Group(layer.name, (layer,)), statistics))
+        stacks.append(Stack(Group((layer,)), group.without_padding(layer, part)))
     return stacks
 
 
@@ -425,7 +423,7 @@ def _from_factors(
         check_basis(basis, layers)
         check_moments(factors, layers, preconditioner)
     for layer in layers.with_factors:
-        group = Group(layer.name, (layer,))
+        group = Group((layer,))
         statistics = group.stack_factors(factors)
         preconditioner_state = None
         if basis is not None and layer.supports_ekfac:
@@ -446,8 +444,6 @@ def _preconditioner_for(
 ) -> BlockPreconditioner:
     """Return the preconditioner for an optimizer state, by default the state's own."""
     of_state = state.settings.preconditioner
-    if not any(group.kronecker for group in state.settings.groups):
-        of_state = preconditioner or Eigh()
     if preconditioner is None:
         return of_state
     # The state's damping is in the units of its preconditioner, so the new one takes over `scale_damping`.

@@ -254,6 +254,26 @@ def test_the_operator_before_the_first_step_has_the_damping_of_that_step():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), actual[name], expected[name])
 
 
+def test_a_block_operator_of_vectors_alone_has_the_units_of_its_optimizer():
+    def loss(p, x):
+        h = (x - x.mean(-1, keepdims=True)) * p["scale"] + p["shift"]
+        return 0.5 * jnp.sum((h - 1) ** 2, -1).mean()
+
+    params, x = {"scale": normal(1, 5), "shift": normal(2, 5)}, normal(3, N, 5)
+    own = kfac.find_layers(loss, params, x)
+    assert not any(layer.kronecker for layer in own)
+    tx = kfac.scale_by_kfac(own, damping=DAMPING, preconditioner=kfac.SOAP(scale_damping=True))
+
+    @jax.jit
+    def found(params, x):
+        state = kfac.observe(tx.init(params), kfac.statistics(loss, own)(params, x))
+        grads = jax.grad(loss)(params, x)
+        return kfac.curvature.block_operator(own, state).inv() @ grads, tx.update(grads, state)[0]
+
+    actual, expected = found(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), actual, expected)
+
+
 @pytest.mark.slow
 def test_the_factors_of_a_state_are_its_averages():
     tx = kfac.scale_by_kfac(layers(), factor_ema_decay=0.5)
