@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -127,37 +126,6 @@ def gauss_newton(
                 f"a rule multiplies the steps of layer {layer.name!r} by {layer.multiplier:g}, but the whole step "
                 "minimises a model of the loss: leave it out of rules="
             )
-    limits = Limits(iterations, min_gain)
-    step = functools.partial(
-        _quadratic_step, learning_rate, layers, limits, factor_ema_decay, num_examples
-    )
-    return adaptive_damping(
-        step,
-        damping,
-        every=1,
-        decay=0.5,
-        minimum=min_damping,
-        maximum=1e6,
-        num_examples=num_examples,
-    )
-
-
-class Limits(NamedTuple):
-    """The limits of conjugate gradients, as `gauss_newton` takes them."""
-
-    iterations: int
-    min_gain: float
-
-
-def _quadratic_step(
-    learning_rate: ScalarOrSchedule,
-    layers: Layers,
-    limits: Limits,
-    factor_ema_decay: ScalarOrSchedule,
-    num_examples: int | None,
-    multiple: Array,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with a damping of `multiple` times the loss."""
 
     def preconditioner(damping):
         return scale_by_kfac(
@@ -167,45 +135,61 @@ def _quadratic_step(
             preconditioner=Eigh(),
         )
 
-    def init(params):
-        return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
+    def quadratic_step(multiple):
+        """Return the optimizer with a damping of `multiple` times the loss."""
 
-    def update(updates, state, params, *, value_fn, curvature_fn=None, **extra):
-        if device_axes():
-            raise ValueError(
-                "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
+        def init(params):
+            return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
+
+        def update(updates, state, params, *, value_fn, curvature_fn=None, **extra):
+            if device_axes():
+                raise ValueError(
+                    "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
+                )
+            if curvature_fn is not None and num_examples is not None:
+                raise ValueError(
+                    f"num_examples={num_examples} counts the whole batch's examples: leave curvature_fn out "
+                    "(in train_step: statistics_fraction=1)"
+                )
+            loss_fn = curvature_fn or value_fn
+            model = marked(loss_fn, params, num_examples, "gauss_newton")
+            value, root_of_tree = model.root(params)
+            _, unravel = ravel_pytree(params)
+            gradient, _ = ravel_pytree(updates)
+            blocks, last = state
+            rate = value_at(learning_rate, blocks.count)
+            last, _ = ravel_pytree(last)
+            # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
+            damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+            tx = preconditioner(damping)
+            direction, blocks = tx.update(updates, blocks, params)
+
+            def root(v):
+                return ravel_pytree(root_of_tree(unravel(v)))[0]
+
+            def precondition(v):
+                return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
+
+            pair = jnp.stack([ravel_pytree(direction)[0], last])
+            step = _minimized(
+                pair, gradient, damping, root, precondition, iterations, min_gain
             )
-        if curvature_fn is not None and num_examples is not None:
-            raise ValueError(
-                f"num_examples={num_examples} counts the whole batch's examples: leave curvature_fn out "
-                "(in train_step: statistics_fraction=1)"
-            )
-        loss_fn = marked(curvature_fn or value_fn, params, num_examples, "gauss_newton")
-        value, root_of_tree = loss_fn.root(params)
-        _, unravel = ravel_pytree(params)
-        gradient, _ = ravel_pytree(updates)
-        blocks, last = state
-        rate = value_at(learning_rate, blocks.count)
-        last, _ = ravel_pytree(last)
-        # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
-        damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
-        tx = preconditioner(damping)
-        direction, blocks = tx.update(updates, blocks, params)
+            step = rate.astype(step.dtype) * step
+            # Stay in place if the step is not finite.
+            step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
+            return step, (blocks, step)
 
-        def root(v):
-            return ravel_pytree(root_of_tree(unravel(v)))[0]
+        return optax.GradientTransformationExtraArgs(init, update)
 
-        def precondition(v):
-            return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
-
-        pair = jnp.stack([ravel_pytree(direction)[0], last])
-        step = _minimized(pair, gradient, damping, root, precondition, limits)
-        step = rate.astype(step.dtype) * step
-        # Stay in place if the step is not finite.
-        step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
-        return step, (blocks, step)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return adaptive_damping(
+        quadratic_step,
+        damping,
+        every=1,
+        decay=0.5,
+        minimum=min_damping,
+        maximum=1e6,
+        num_examples=num_examples,
+    )
 
 
 class Search(NamedTuple):
@@ -236,7 +220,8 @@ def _minimized(
     damping: Array,
     root: Product,
     precondition: Product,
-    limits: Limits,
+    iterations: int,
+    min_gain: float,
 ) -> Array:
     """Return the step that minimizes the quadratic model by conjugate gradients.
 
@@ -246,7 +231,8 @@ def _minimized(
       damping: `l`.
       root: multiplies a vector by `R`, with `F = R^T R`.
       precondition: multiplies a vector by an approximate inverse of `F + l I`.
-      limits: the limits of conjugate gradients.
+      iterations: the largest number of iterations.
+      min_gain: the smallest improvement by an iteration, as a fraction of the whole improvement.
     """
     # Begin with the best combination of the pair, whose norms differ by orders of magnitude.
     norms = jnp.linalg.norm(pair, axis=1, keepdims=True)
@@ -263,9 +249,7 @@ def _minimized(
     transposed = jax.linear_transpose(root, step)
 
     def unfinished(state):
-        return (state.iterations < limits.iterations) & (
-            state.gain >= limits.min_gain * state.total
-        )
+        return (state.iterations < iterations) & (state.gain >= min_gain * state.total)
 
     def iterate(state):
         step, rows, along, size, count, _, total = state
