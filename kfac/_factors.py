@@ -406,16 +406,13 @@ class Factors(Mapping[str, Statistics]):
         return Factors(blocks, gradients)
 
     def tree_flatten_with_keys(self):
-        children: list[tuple[Any, PyTree]] = [
-            (jax.tree_util.DictKey(name), block) for name, block in self._blocks.items()
-        ]
-        if self.gradients:
-            children.append((jax.tree_util.GetAttrKey("gradients"), self.gradients))
-        return children, tuple(self._blocks)
+        blocks = [(jax.tree_util.DictKey(name), x) for name, x in self.items()]
+        gradients = (jax.tree_util.GetAttrKey("gradients"), self.gradients)
+        return [*blocks, gradients], tuple(self)
 
     @classmethod
     def tree_unflatten(cls, names, children):
-        factors = cls(dict(zip(names, children, strict=False)))
-        if len(children) > len(names):
-            factors.gradients = children[-1]
+        *blocks, gradients = children
+        factors = cls(dict(zip(names, blocks, strict=True)))
+        factors.gradients = gradients
         return factors

@@ -91,9 +91,7 @@ def on_mesh(fn: Callable) -> Callable:
             mesh = mesh_of((args, kwargs))
         if mesh is None:
             return fn(*args, **kwargs)
-        if isinstance(mesh, Mesh):
-            mesh = mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return fn(*args, **kwargs)
 
     return within

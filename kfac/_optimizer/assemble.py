@@ -26,19 +26,19 @@ def assemble(layers: Layers, options: Options) -> Optimizer:
       ValueError: an option is out of range, or two options conflict.
     """
     preconditioned = precondition_and_scale(layers, options)
-    before = options.learning_rate if options.lr_in_momentum else None
+    rate = options.learning_rate
     weight_decay = options.weight_decay
     parts = []
     if options.momentum is not None and any(x.kind == "skipped" for x in layers):
         parts.append(momentum_beside_blocks(layers, options.momentum, options))
     if weight_decay is not None:
         decay = weight_decay
-        if before is not None:
+        if options.lr_in_momentum:
             # The step already contains the negative learning rate.
-            decay = lambda n: -value_at(before, n) * value_at(weight_decay, n)  # noqa: E731
+            decay = lambda n: -value_at(rate, n) * value_at(weight_decay, n)  # noqa: E731
         parts.append(optax.add_decayed_weights(decay, options.weight_decay_mask))
-    if before is None:
-        parts.append(optax.scale_by_learning_rate(options.learning_rate))
+    if not options.lr_in_momentum:
+        parts.append(optax.scale_by_learning_rate(rate))
     return _followed_by(preconditioned, optax.chain(*(parts or [optax.identity()])))
 
 
@@ -87,8 +87,7 @@ def momentum_beside_blocks(
         return map_by_path(lambda path, _: path in paths, tree)
 
     def momentum(decay):
-        trace = optax.trace(decay, options.nesterov, layers.dtype)
-        return optax.masked(trace, mask)
+        return optax.masked(optax.trace(decay, options.nesterov, layers.dtype), mask)
 
     def update(updates, state, params=None, *, count, **extra):
         del params, extra

@@ -135,9 +135,9 @@ def stack_statistics(
         if moments is not None and packs:
             moments = pad_to_devices(jnp.zeros((1, math.prod(moments)))).shape
         stack: Any = group.stack_factors(Factors(sent), moments)
-        stacks[group.name] = stack
         if packs:
-            stacks[group.name] = Packed(stack, tuple(group.shapes.values()))
+            stack = Packed(stack, tuple(group.shapes.values()))
+        stacks[group.name] = stack
     return stacks
 
 

@@ -19,16 +19,13 @@ class Interval(NamedTuple):
     every: int | Array
     warmup: int | Array
 
-    def at(self, calls: Array) -> Array:
-        """Return the interval after this number of calls, on the device."""
+    def due(self, calls: Array) -> Array:
+        """Return whether the number of calls is a multiple of the present interval, on the device."""
         every = jnp.asarray(self.every, jnp.int32)
         warmup = jnp.asarray(self.warmup, jnp.int32)
         doublings = jnp.minimum(32 - lax.clz(calls // jnp.maximum(warmup, 1)), 30)
-        return jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
-
-    def due(self, calls: Array) -> Array:
-        """Return whether the number of calls is a multiple of the present interval, on the device."""
-        return calls % self.at(calls) == 0
+        interval = jnp.where(warmup > 0, jnp.minimum(every, 1 << doublings), every)
+        return calls % interval == 0
 
     def due_on_host(self, calls: int) -> bool:
         """Return the same as `due`, for an interval of Python numbers. An operation of JAX would wait for the step."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kfac._checks import check
 from kfac._distributed.comm import Everywhere
@@ -76,8 +76,7 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         raise ValueError(
             "params must be on a mesh of several devices: place them with jax.device_put, or set the mesh"
         )
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(abstract):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(tx.init, params)
 
     def of_leaves(tree, spec):
@@ -86,8 +85,7 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     def of_state(state):
         distribution = state.settings.distribution
         axes = distribution.owner_axes or distribution.axis or mesh.axis_names
-        specs = state_spec(axis_names(axes))
-        return KfacState(*map(of_leaves, state, specs))
+        return KfacState(*map(of_leaves, state, state_spec(axis_names(axes))))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
 
