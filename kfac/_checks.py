@@ -326,9 +326,9 @@ def check_axis_name(
     names = axis_names(value)
     valid = value != () and all(isinstance(axis, str) for axis in names)
     if not valid or len(set(names)) < len(names):
-        what = "the name of an axis, a tuple of different names or None"
         raise ValueError(
-            f"{name} must be {what}, but is {value!r}: a mesh goes by name, mesh=, and need not be given"
+            f"{name} must be the name of an axis, a tuple of different names or None, but is {value!r}: a mesh goes by "
+            "name, mesh=, and need not be given"
         )
 
 
@@ -392,16 +392,15 @@ def check_by_layer(
 def check_layers(value: object) -> None:
     """Raise if a value is not a `Layers`, the result of `find_layers`."""
     if not isinstance(value, Layers):
-        how = "layers = kfac.find_layers(loss_fn, params, batch)"
         raise ValueError(
-            f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write {how}"
+            f"layers must be what kfac.find_layers returns, but is {type(value).__name__}: write "
+            "layers = kfac.find_layers(loss_fn, params, batch)"
         )
 
 
 def check_function(value: object) -> None:
     """Raise if a value is not callable, so that it cannot be a loss function."""
     if not callable(value):
-        what = reprlib.repr(value)
         raise ValueError(
-            f"loss_fn must be a function, but is {what}: it comes before all other arguments"
+            f"loss_fn must be a function, but is {reprlib.repr(value)}: it comes before all other arguments"
         )

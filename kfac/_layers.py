@@ -192,9 +192,7 @@ class Layer:
         a, g = self.num_blocks
         rows = math.ceil(self.d_out / g)
         columns = math.ceil(self.d_in / a)
-        below = g * rows - self.d_out
-        right = a * columns - self.d_in
-        matrix = pad_end(matrix, below, right)
+        matrix = pad_end(matrix, g * rows - self.d_out, a * columns - self.d_in)
         pieces = matrix.reshape(-1, g, rows, a, columns).swapaxes(2, 3)
         return pieces.reshape(-1, rows, columns)
 

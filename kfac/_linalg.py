@@ -116,8 +116,7 @@ def _product_of_parts(
         return jnp.matmul(a, b, precision="highest" if wide else otherwise)
 
     def on_tensor_cores(a, b):
-        product = jnp.matmul(aligned(a), aligned(b), precision=parts)
-        return product[..., :rows, :columns]
+        return jnp.matmul(aligned(a), aligned(b), precision=parts)[..., :rows, :columns]
 
     cuda = plain if wide else on_tensor_cores
     return lax.platform_dependent(a, b, cuda=cuda, default=plain)
@@ -256,8 +255,7 @@ def cosine(
 ) -> Array:
     """Return the cosines `[k]` between the members of two stacks, 0 if a member is zero."""
     ab, aa, bb = sums([a * b, a * a, b * b])
-    norms = jnp.sqrt(aa) * jnp.sqrt(bb)
-    return safe_ratio(ab, norms)
+    return safe_ratio(ab, jnp.sqrt(aa) * jnp.sqrt(bb))
 
 
 def finite(

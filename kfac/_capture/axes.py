@@ -300,7 +300,7 @@ def common_refinement(a: Axis, b: Axis) -> list[tuple[Atom, Atom]] | None:
 
 def split_like(axis: Axis, parts: Sequence[Atom]) -> Axis | None:
     """Split leaf atoms that a reshape has merged from several `parts`. Return None if a cut would go through a part."""
-    result: list[Atom] = []
+    result = []
     for atom in axis:
         inside = [part for part in parts if is_part(part, atom)]
         inside.sort(key=lambda part: part.memory_order)

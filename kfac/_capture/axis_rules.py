@@ -53,8 +53,7 @@ class Follow(NamedTuple):
 
 def cast(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     """Follow a copy, unless it is a cast to integers."""
-    floating = jnp.issubdtype(array_type(eqn.outvars[0]).dtype, jnp.floating)
-    if not floating:
+    if not jnp.issubdtype(array_type(eqn.outvars[0]).dtype, jnp.floating):
         return None
     return Follow((axes,))
 
@@ -137,8 +136,8 @@ def _split(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     sizes = [1] * len(eqn.outvars) if unstacks else parameter(eqn, "sizes")
     before = axes[:along]
     after = axes[along + 1 :]
-    results: list[Axes] = []
-    moved: list[Moves] = []
+    results = []
+    moved = []
     start = 0
     for size in map(int, sizes):
         cut = axes_lib.cut(axes[along], start, size)

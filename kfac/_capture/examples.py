@@ -71,7 +71,7 @@ def _place_all(program: Program, n: int | None) -> None:
     for value in program.consts:
         value.axes = _with_examples(value, _all_foreign(value), n)
         value.of_batch = (n is None and value.size > 1) or any(value.grown)
-    makers: dict[Value, Op] = {}
+    makers = {}
     for op in program.ops:
         makers.update(dict.fromkeys(op.outputs, op))
         if op.scan:

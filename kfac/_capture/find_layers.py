@@ -214,8 +214,9 @@ def layers_of(
     order = {leaf: place for place, leaf in enumerate(uses)}
     kernels, companions = _keep_exact(uses, reads, chosen, batch.num_examples)
     products = {k for k in kernels if main_use(uses[k]).read.op != "embedding"}
-    what = "kernel of a product with exact rows"
-    reduced = leaves_with("reduce", rules, products, what)
+    reduced = leaves_with(
+        "reduce", rules, products, "kernel of a product with exact rows"
+    )
     kernel_uses = {}
     for leaf in kernels:
         kernel_uses[names[leaf]] = [use for use in uses[leaf] if not use.late]
@@ -230,7 +231,7 @@ def layers_of(
     notes = dict.fromkeys(left - reached, UNREACHED)
     notes |= dict.fromkeys(skipped, "skipped by the user")
     notes |= dict.fromkeys(empty, "has no elements")
-    found: list[Layer] = []
+    found = []
     for leaf, name in enumerate(names):
         if leaf in companions.values():
             continue
@@ -341,8 +342,7 @@ def _keep_exact(
         if reason:
             reads.inexact[leaf] = _inexact(uses.pop(leaf), reason)
     # Drop the pairs in which a leaf has just been removed.
-    pairs = companions.items()
-    return kernels, {a: b for a, b in pairs if a in uses and b in uses}
+    return kernels, {a: b for a, b in companions.items() if a in uses and b in uses}
 
 
 def _inexact(
@@ -389,7 +389,7 @@ def _companions(
     Such a leaf is only added to outputs of this kernel or scale, at most once to each. A shift is added to every output
     of its scale.
     """
-    companions: dict[int, int] = {}
+    companions = {}
     for leaf, of_leaf in uses.items():
         # The ops to whose results the leaf is added.
         added = [use for use in of_leaf if use.read.op == "add"]

@@ -50,7 +50,7 @@ class Reads(Findings):
     def __init__(self, traced: Trace, skipped: set[int]):
         n = traced.batch.num_examples
         super().__init__(n, hidden=n is None and bool(traced.arrays))
-        states: list[State] = []
+        states = []
         for leaf, shape in enumerate(traced.shapes):
             view = View(leaf, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
             states.append(Data() if leaf in skipped else view)
@@ -132,7 +132,7 @@ class Reads(Findings):
         assert op.inner and op.scan
         operands = list(map(Operand, op.inputs, states))
         entering = [self._enter_scan(op, k, operands) for k in range(len(states))]
-        results: list[State] = []
+        results = []
         for k, state in enumerate(self._walk(op.inner, entering)):
             position = op.scan.consts + k
             carried = k < op.scan.carried
@@ -194,7 +194,7 @@ class Reads(Findings):
         elif isinstance(meaning, Read):
             other = operands[meaning.other]
             states = [uses.elementwise(self, op, meaning, view, other)]
-        results: list[State] = []
+        results = []
         for state in states:
             if state is None:
                 return None

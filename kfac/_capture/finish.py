@@ -127,9 +127,7 @@ class KroneckerFinisher:
             # G = (n / s) sum g g^T with s positions per example.
             positions = self._rows[part] / n
             if role == "transposed":
-                a = of_key.G * n
-                g = of_key.A / (n * positions)
-                transposed[part] = Kronecker(a, g)
+                transposed[part] = Kronecker(of_key.G * n, of_key.A / (n * positions))
             else:
                 direct[part] = self._of_part(of_key, positions)
         if not transposed:

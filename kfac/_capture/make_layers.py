@@ -66,9 +66,7 @@ class LayerMaker(NamedTuple):
                 f"{self.traced.names[leaves[0]]!r}, read by {read_by} without an order of the examples, or as its "
                 "transpose as well: leave it out"
             )
-        layouts = [main.layout]
-        for bias in leaves[1:]:
-            layouts.append(self._bias_layout(bias))
+        layouts = [main.layout, *map(self._bias_layout, leaves[1:])]
         parts = by_part(uses)
         num_parts = math.prod(atom.size for atom in uses[0].picked)
         notes = []

@@ -207,8 +207,10 @@ class Marks(tuple[Mark, ...]):
         else:
             if joined:
                 why = f"{joined} reads rows of the batch joined with others"
-            named = "or pass the batch as an argument, named by batch_argnums="
-            how += f", or mark the output with kfac.mark_output; {named}"
+            how += (
+                ", or mark the output with kfac.mark_output; or pass the batch as an argument, named by "
+                "batch_argnums="
+            )
         return None, f"the number of examples is not clear: {why}.{how}"
 
     def _check_asked(
@@ -330,8 +332,7 @@ def draw(
         return scale * jnp.sum(signs * roots, axis=range(x.ndim - 1))
 
     # Drawn arrays have no definite sharding. With explicit mesh axes, their types would not match the type of `x`.
-    zeros = with_auto_axes(of_roots if expected else of_targets)
-    return x, zeros(x, key)
+    return x, with_auto_axes(of_roots if expected else of_targets)(x, key)
 
 
 def _zeros_of(x: Array) -> Array:

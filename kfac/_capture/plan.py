@@ -22,7 +22,7 @@ from kfac._capture.reduce_scatter import ReduceScatter
 from kfac._capture.states import Use
 from kfac._capture.taps import ElementwiseTap, Key, KroneckerTap, TapPlan
 from kfac._capture.trace import Trace, split_over
-from kfac._factors import Basis, Factors, Kronecker, Ragged, Statistics
+from kfac._factors import Basis, Factors, Kronecker, Ragged
 from kfac._layers import Layer, Layers
 from kfac._mesh import AxisName, device_axes, dividing_axes, split_along
 from kfac._statistics.convolution import Convolution
@@ -70,7 +70,7 @@ class StatisticsPlan(NamedTuple):
 
     def factors(self, cotangents: Mapping[Key, Any]) -> Factors:
         """Compute the factors from the probes' cotangents."""
-        blocks: dict[str, Statistics] = {}
+        blocks = {}
         for name, finisher in self.finishers.items():
             blocks[name] = finisher.finish([cotangents[key] for key in finisher.probes])
         return Factors(blocks)
@@ -112,8 +112,7 @@ def plan_taps(
     for layer in layers.with_factors:
         uses = [analysis.uses[path] for path in layer.params]
         if layer.kronecker:
-            in_basis = moments and layer.supports_ekfac
-            _plan_kronecker(planned, layer, uses, in_basis)
+            _plan_kronecker(planned, layer, uses, moments and layer.supports_ekfac)
         else:
             _plan_elementwise(planned, layer, uses)
     return planned
@@ -323,7 +322,7 @@ def _plan_elementwise(
 ) -> None:
     """Put taps behind all uses of an elementwise layer's parameters, each with a probe of its own."""
     probes: dict[Key, jax.ShapeDtypeStruct] = {}
-    entries: dict[Key, Entries] = {}
+    entries = {}
     for column, uses_of_leaf in enumerate(uses):
         dtype = jnp.result_type(*{use.read.dtype for use in uses_of_leaf})
         for use in uses_of_leaf:

@@ -218,7 +218,7 @@ class Program:
         """Return the device axes over which the loss, the first result, is summed or averaged."""
         # The scalars from which the loss is computed.
         terms = {self.outputs[0]}
-        axes: list[str] = []
+        axes = []
         for op in reversed(self.ops):
             arrays = any(value.shape for value in op.outputs)
             if arrays or op.inner or terms.isdisjoint(op.outputs):
@@ -386,7 +386,7 @@ def _note_reached(
 
     `results` says how the program's results reach the loss. `roots` is as for `mark_live`.
     """
-    ways: dict[Value, Way] = {}
+    ways = {}
 
     def reach(value: Value, way: Way) -> None:
         variable = value.number is None and jnp.issubdtype(value.dtype, jnp.inexact)

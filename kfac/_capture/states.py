@@ -98,8 +98,7 @@ class View:
     @property
     def picks(self) -> tuple[tuple[Atom, int], ...] | None:
         """Which of several equal parts of the leaf the view is (`axes.picks`); None for any other slice."""
-        atoms = atoms_of(self.stack + self.axes)
-        return axes_lib.picks(self.shape, self.start, atoms)
+        return axes_lib.picks(self.shape, self.start, atoms_of(self.stack + self.axes))
 
     def moved(self, axes: Axes, moves: Moves) -> View:
         """Return the view in another form, which starts further along some leaf axes."""
@@ -255,11 +254,9 @@ class Use:
     @property
     def roles(self) -> dict[Atom, str]:
         """Each kernel atom's role: `"in"`, `"out"` or `"stack"`."""
-        inputs = atoms_of(self.read.x_axes)
-        outputs = atoms_of(self.read.y_axes)
         return {
-            **dict.fromkeys(inputs, "in"),
-            **dict.fromkeys(outputs, "out"),
+            **dict.fromkeys(atoms_of(self.read.x_axes), "in"),
+            **dict.fromkeys(atoms_of(self.read.y_axes), "out"),
             **dict.fromkeys(self.copies, "stack"),
         }
 

@@ -112,9 +112,8 @@ class KroneckerTap:
 
     def statistics(self, residuals: Residuals, g: Array) -> Kronecker | Ragged:
         """Return the sums, from the arrays of `residuals` and the gradient `g`."""
-        read = self.use.read
         x, number, basis, sizes = residuals
-        conv = read.geometry
+        conv = self.use.read.geometry
         outputs: Any = Rows(self.arrange_g(g))
         if isinstance(conv, Lookup):
             counts = self.arrange_x(conv.counts(x, self.dtype))[:, 0, 0]
@@ -241,8 +240,7 @@ def together(values: Any) -> Any:
 
 @functools.partial(together.defjvp, symbolic_zeros=True)
 def _together(primals, tangents):
-    leaves = jax.tree.leaves(tangents[0])
-    arrays = [x for x in leaves if isinstance(x, Array)]
+    arrays = [x for x in jax.tree.leaves(tangents[0]) if isinstance(x, Array)]
     tied = iter(lax.optimization_barrier(arrays))
 
     # Tangents that are not arrays are symbolic zeros.

@@ -185,8 +185,7 @@ def trace(
         return program
 
     arguments: dict[ArgKey, PyTree] = dict(enumerate(args, 1))
-    for name in sorted(kwargs):
-        arguments[name] = kwargs[name]
+    arguments.update(sorted(kwargs.items()))
     leaves_of_arguments = _leaves(arguments, shared)
     named = None
     if batch_argnums is not None:
@@ -274,10 +273,9 @@ def _find_batch(
         if not isinstance(program, str):
             return batch, program
     several = [batch for batch, _ in doubles]
-    reason = _why_hidden(several, reasons)
     batch = _batch(_leaves_of(several))
     return batch._replace(
-        num_examples=None, leaves=(), unknown_batch_reason=reason
+        num_examples=None, leaves=(), unknown_batch_reason=_why_hidden(several, reasons)
     ), None
 
 
@@ -305,7 +303,7 @@ def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:
     grows with two candidates.
     """
     batches = []
-    growing: list[int] = []
+    growing = []
     for batch, program in doubles:
         marks = [op for op in program.walk() if op.alive and equations.mark(op.eqn)]
         longer = [k for k, op in enumerate(marks) if any(op.outputs[0].grown[:-1])]

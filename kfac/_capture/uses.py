@@ -299,8 +299,7 @@ def derive(found: Findings, op: Op, operands: Operands, reason: str = "") -> Sta
             return Data()  # a penalty that is added to the loss
         for operand in params:
             state = operand.state
-            of_copies = op.name in COPIES
-            if of_copies and copies(found, op, operands, operand, op.outputs):
+            if op.name in COPIES and copies(found, op, operands, operand, op.outputs):
                 continue
             why = f"what {how} makes of it has no known rows"
             if op.product and isinstance(state, Derived):

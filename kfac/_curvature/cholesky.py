@@ -57,9 +57,9 @@ class Cholesky(BlockPreconditioner):
     def init(self, factors):
         """Return identities in the shapes of `A` and `G`."""
         dtype = self.state_dtype(factors.A.dtype)
-        a = identities(factors.A.shape, dtype)
-        g = identities(factors.G.shape, dtype)
-        return CholeskyState(a, g)
+        return CholeskyState(
+            identities(factors.A.shape, dtype), identities(factors.G.shape, dtype)
+        )
 
     def refresh(self, state, factors, damping):
         """Invert both damped factors."""

@@ -146,8 +146,10 @@ def products_of(layer: Layer) -> float:
     if layer.kind not in KRONECKER_KINDS or layer.kind == "embedding":
         return 0.0
     if layer.positions is None:
-        how = "call find_layers with real shapes, and dense layers for experts, whose rows the data choose"
-        raise ValueError(f"layers: {layer.name!r} was found without positions: {how}")
+        raise ValueError(
+            f"layers: {layer.name!r} was found without positions: call find_layers with real shapes, and dense layers "
+            "for experts, whose rows the data choose"
+        )
     return 2.0 * layer.positions * layer.copies * layer.d_in * layer.d_out
 
 

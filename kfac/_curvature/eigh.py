@@ -74,9 +74,10 @@ class Eigh(BlockPreconditioner):
     def init(self, factors):
         """Return decomposed identities."""
         dtype = self.state_dtype(factors.A.dtype)
-        a = decomposed_identities(factors.A, dtype)
-        g = decomposed_identities(factors.G, dtype)
-        return EighState(a, g)
+        return EighState(
+            decomposed_identities(factors.A, dtype),
+            decomposed_identities(factors.G, dtype),
+        )
 
     def refresh(self, state, factors, damping):
         """Decompose both factors."""

@@ -301,9 +301,8 @@ def damping_of_blocks(
       factors: the statistics of `k` blocks.
       damping: a scalar, or `[k]`.
     """
-    size = len(jax.tree.leaves(factors)[0])
     if not preconditioner.scale_damping:
-        return jnp.broadcast_to(damping, size)
+        return jnp.broadcast_to(damping, len(jax.tree.leaves(factors)[0]))
     mean = factors.mean_eigenvalue()
     return damping * jnp.where(mean > 0, mean, 1)
 

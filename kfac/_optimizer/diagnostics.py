@@ -90,9 +90,8 @@ def statistics_due(opt_state: Any) -> Array:
     Raises:
       ValueError: `opt_state` holds no such state.
     """
-    states = some_states(opt_state, "opt_state")
     flags = []
-    for state in states:
+    for state in some_states(opt_state, "opt_state"):
         # The loop calls `observe`, but may drop its result. Under `jit` and while a step runs, this does nothing.
         warn_if_overdue(state)
         # A copy, because a step may donate the state. More operations would delay the next step.

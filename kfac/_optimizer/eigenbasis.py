@@ -47,14 +47,15 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
       ValueError: `source` holds no such state or several, or does not fit the layers.
     """
     check_layers(layers)
-    basis: dict[str, Basis] = {}
+    basis = {}
     if isinstance(source, Factors):
         check_factors(source, layers)
         for layer in layers:
             if layer.supports_ekfac:
                 block: Any = source[layer.name]
-                vectors = Basis(_eigenvectors(block.A), _eigenvectors(block.G))
-                basis[layer.name] = vectors
+                basis[layer.name] = Basis(
+                    _eigenvectors(block.A), _eigenvectors(block.G)
+                )
         return basis
     state = find_state(source, "source")
     groups = group_layers(layers, state.settings.preconditioner)
@@ -67,9 +68,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
     gather = functools.partial(_gathered, comm)
     if mesh is not None:
         specs = state_spec(comm.owner_axes)
-        everywhere = PartitionSpec()
         gather = jax.shard_map(
-            gather, mesh=mesh, in_specs=(specs,), out_specs=everywhere
+            gather, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()
         )
     stacks = gather(state)
     for group in groups:
@@ -91,8 +91,7 @@ def _gathered(comm: CommContext, state: KfacState) -> dict[str, Basis]:
     bases = {}
     for group in state.settings.groups:
         preconditioner = group.preconditioner_of(state.settings.preconditioner)
-        block = block_of(state, comm, group.name)
-        basis = preconditioner.basis(block.preconditioner)
+        basis = preconditioner.basis(block_of(state, comm, group.name).preconditioner)
         if basis is not None:
             bases[group.name] = basis
     return comm.gather(bases, state.settings.assignments)

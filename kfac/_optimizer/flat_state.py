@@ -90,8 +90,7 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
             stored.append((part, name, place.start, form))
             empty: PyTree = {part: None}
             blocks[name] = blocks[name]._replace(**empty)
-    flat_state = FlatState(rows, tuple(stored))
-    return state._replace(blocks=blocks, flat_state=flat_state)
+    return state._replace(blocks=blocks, flat_state=FlatState(rows, tuple(stored)))
 
 
 def _flat(part: str, stack: PyTree) -> Array:

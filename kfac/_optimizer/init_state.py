@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from kfac._curvature.blocks import Group
 from kfac._distributed.comm import CommContext
@@ -34,21 +34,19 @@ def init_state(
     params: PyTree,
 ) -> KfacState:
     """Return the state before the first step."""
-    leaves: dict[str, Array] = {}
+    leaves = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     if jax.tree.leaves(params):
         leaves = match_leaves(settings.layers, params, "params")
     # Averages and momenta are float64 if a parameter is float64, and float32 otherwise.
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves.values()))
     owner_axes = comm.owner_axes
-    devices = axis_size(owner_axes) or 1
-    settings = dataclasses.replace(settings, devices=devices)
+    settings = dataclasses.replace(settings, devices=axis_size(owner_axes) or 1)
     blocks = {}
     members = {}
     for group in settings.groups:
         name = group.name
-        size = group.size
-        members[name] = {group.members: jnp.full((), size, jnp.int32)}
+        members[name] = {group.members: jnp.full((), group.size, jnp.int32)}
         slots = settings.assignments[name].slots
         blocks[name] = init_blocks(settings, options, group, slots, dtype)
     if axis_size(owner_axes) is not None:

@@ -180,8 +180,7 @@ class Transformation:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
-        distribution = self.settings.distribution
-        comm, mesh = mesh_to_open(distribution, state, updates)
+        comm, mesh = mesh_to_open(self.settings.distribution, state, updates)
         check_alike(params)
         now = self.options.at(state.count)
         warn_if_overdue(state)

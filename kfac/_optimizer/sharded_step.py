@@ -225,11 +225,10 @@ class ShardedStep(StepContext):
         leaves: dict[str, Array] = {}
         for group in self.settings.groups:
             d_out, d_in = self.across(group.layers[0])
-            places = self.assignments[group.name].block_to_slot
             # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves free, and
             # knows how the leaves lie.
             stack = self.lying(stacks[group.name], None, d_in, d_out)
-            blocks = _picked(stack, places)
+            blocks = _picked(stack, self.assignments[group.name].block_to_slot)
             leaves |= group.split_matrices(blocks, starts_of([group]))
         return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
 

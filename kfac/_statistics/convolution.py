@@ -135,8 +135,7 @@ class Patches:
 
     def diagonal(self) -> Array:
         image = self.image.astype(accumulator(self.image.dtype))
-        squares = self._total(jnp.square(image))
-        return append(squares, self.homogeneous, self.count)
+        return append(self._total(jnp.square(image)), self.homogeneous, self.count)
 
     def _total(self, image: Array) -> Array:
         """Return the sum of all patches, `[copies, d]`."""

@@ -44,7 +44,7 @@ class WindowAxis(NamedTuple):
 
     def pairs(self) -> list[Pair | None]:
         """Return all pairs of taps, and None for two taps that are never both inside the image."""
-        pairs: list[Pair | None] = []
+        pairs = []
         for i, j in itertools.product(range(self.window), repeat=2):
             offset = (j - i) * self.dilation
             first, last = max(0, -offset), min(self.size, self.size - offset)

@@ -231,9 +231,9 @@ def estimate(
         return (devices - 1) * (width + length)
 
     # The bytes of a block's gradient, statistics and basis, for each group.
-    kernels: dict[str, int] = {}
-    sent: dict[str, int] = {}
-    bases: dict[str, int] = {}
+    kernels = {}
+    sent = {}
+    bases = {}
     products = 0.0
     stored = 0
     for group in groups:
@@ -315,5 +315,4 @@ def _state_bytes(settings: Settings) -> int:
     comm = CommContext(("devices",), ("devices",))
     options = Options(preconditioner=settings.preconditioner, momentum=0.9)
     state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
-    own = _count_bytes((state.blocks, state.flat_state))
-    return own // devices
+    return _count_bytes((state.blocks, state.flat_state)) // devices
