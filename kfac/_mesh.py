@@ -203,9 +203,28 @@ def sum_of_parts(
     """
     if limit >= arrays[0].shape[0]:
         return of(*arrays)
-    names = dividing_axes(arrays[0].shape[0])
 
-    summed = functools.partial(_sum_of_parts, of, limit)
+    def summed(*shares):
+        """Sum over one device's share of the examples."""
+        n = shares[0].shape[0]
+        size = min(n, limit)
+        while n % size:
+            size -= 1
+        count = n // size
+        if count == 1:
+            return of(*shares)
+        parts = [x.reshape(size, count, *x.shape[1:]) for x in shares]
+
+        def of_part(k):
+            part = [lax.dynamic_index_in_dim(x, k, 1, keepdims=False) for x in parts]
+            return of(*part)
+
+        def add(total, k):
+            return total + of_part(k), None
+
+        return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
+
+    names = dividing_axes(arrays[0].shape[0])
     if not names:
         return summed(*arrays)
     sums = jax.shard_map(
@@ -215,30 +234,6 @@ def sum_of_parts(
         axis_names=set(names),
     )
     return sums(*arrays)
-
-
-def _sum_of_parts(
-    of: Callable[..., Array],
-    limit: int,
-    *arrays: Array,
-) -> Array:
-    """Implement `sum_of_parts` for one device's share of the examples."""
-    n = arrays[0].shape[0]
-    size = min(n, limit)
-    while n % size:
-        size -= 1
-    count = n // size
-    if count == 1:
-        return of(*arrays)
-    parts = [x.reshape(size, count, *x.shape[1:]) for x in arrays]
-
-    def of_part(k):
-        return of(*(lax.dynamic_index_in_dim(x, k, 1, keepdims=False) for x in parts))
-
-    def add(total, k):
-        return total + of_part(k), None
-
-    return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
 
 
 def explicit_axes() -> AxisNames:
@@ -331,6 +326,4 @@ def split_along(
     devices = math.prod(mesh.shape[name] for name in axis_names(axes))
     if shape[position] % devices:
         return None
-    spec: list[AxisName | None] = [None] * len(shape)
-    spec[position] = axes
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, PartitionSpec(*position * [None], axes))

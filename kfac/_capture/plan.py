@@ -346,7 +346,7 @@ def _plan_elementwise(
             axes = planned.lies if len(examples) == 1 else None
             lies = split_along(axes, shape, len(loops))
             probes[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
-            spec = None if lies is None else PartitionSpec(*lies.spec[-2:])
+            spec = None if lies is None else PartitionSpec(axes)
             tap = ElementwiseTap(key, use, arrange, dtype, spec)
             planned.plan.place(tap, [key], loops)
     planned.finishers[layer.name] = ElementwiseFinisher(

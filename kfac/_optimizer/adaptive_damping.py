@@ -13,12 +13,7 @@ from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
 from kfac._mesh import as_varying, device_axes, varying_axes
 from kfac._optimizer.reshard import on_states
-from kfac._optimizer.state import (
-    AdaptiveDampingState,
-    KfacState,
-    find_nodes,
-    has_masked,
-)
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes
 
 LossOfParams = Callable[[optax.Params], Array]
 
@@ -189,7 +184,7 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
             "a damping that follows the loss after the step needs the parameters and the loss: "
             "update(grads, state, params, value_fn=lambda params: loss_fn(params, batch))"
         )
-    if has_masked(params):
+    if find_nodes(params, optax.MaskedNode):
         raise ValueError(
             "adaptive_damping measures the loss of all parameters, but optax.masked or optax.partition hides some: "
             "put these inside, adaptive_damping(lambda damping: optax.partition(...), ...)"

@@ -52,6 +52,11 @@ class StepContext:
         """For each group `[positions]`: whether this device owns the block there."""
         return {name: self.comm.owns(x) for name, x in self.assignments.items()}
 
+    def skipped(self, tree: PyTree) -> dict[str, Array]:
+        """Return the leaves that have no block, by path."""
+        paths = self.settings.layers.skipped_paths
+        return {p: x for p, x in leaves_by_path(tree).items() if p in paths}
+
     def only_owned(self, name: str, stack: Array) -> Array:
         """Set the blocks of a stack that this device does not own to zero."""
         return jnp.where(per_block(self.owns[name], stack), stack, 0)
@@ -174,8 +179,7 @@ class LocalGradients(WholeGradients):
 
     def receive(self, updates: Gradients) -> tuple[Gradients, Vectors]:
         leaves = leaves_by_path(updates.tree)
-        skipped = self.settings.layers.skipped_paths
-        leaves |= self.comm.mean({p: x for p, x in leaves.items() if p in skipped})
+        leaves |= self.comm.mean(self.skipped(updates.tree))
         tree = map_by_path(lambda p, leaf: leaves[p], updates.tree)
         matrices = self.stack(leaves, self.settings.groups)
         return Gradients(tree), self.comm.means(matrices, self.assignments)

@@ -17,7 +17,6 @@ momenta before it writes any back, because it first has to find out whether its 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +24,7 @@ from jax import Array, lax
 
 from kfac._distributed.comm import CommContext, in_rounds
 from kfac._mesh import PyTree, as_varying, varying_axes
-from kfac._optimizer.state import (
-    BlockState,
-    FlatState,
-    KfacState,
-    form_of,
-)
+from kfac._optimizer.state import BlockState, FlatState, KfacState
 from kfac._packing import flatten, unflatten
 
 
@@ -40,13 +34,11 @@ def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
     If the group is in the flat state, `k` is 1, and these stacks are zero if this device owns no block.
     """
     parts = {}
-    for part, owner, start, form in state.flat_state.stored:
+    for part, owner, start, stop, form in state.flat_state.stored:
         if owner == name:
-            shapes = jax.tree.unflatten(*form)
-            size = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes))
-            rows = state.flat_state.rows[part][:, start : start + size]
+            rows = state.flat_state.rows[part][:, start:stop]
             owns = comm.owns(state.settings.assignments[name])[:, None]
-            parts[part] = unflatten(jnp.where(owns, rows, 0), shapes)
+            parts[part] = unflatten(jnp.where(owns, rows, 0), jax.tree.unflatten(*form))
     blocks = state.blocks[name]._replace(**parts)
     return blocks._replace(factors=blocks.factors.unpacked())
 
@@ -56,12 +48,12 @@ def with_parts(
 ) -> KfacState:
     """Return the state with new values for the given fields of a group's `BlockState`."""
     rows = dict(state.flat_state.rows)
-    for part, owner, start, _ in state.flat_state.stored:
+    for part, owner, start, stop, _ in state.flat_state.stored:
         if owner == name and part in parts:
             old = rows[part]
             flat = _flat(part, parts.pop(part)).astype(old.dtype)
             owns = comm.owns(state.settings.assignments[name])[:, None]
-            flat = jnp.where(owns, flat, old[:, start : start + flat.shape[1]])
+            flat = jnp.where(owns, flat, old[:, start:stop])
             old = as_varying(old, varying_axes(flat))
             rows[part] = lax.dynamic_update_slice(old, flat, (0, start))
     blocks = state.blocks | {name: state.blocks[name]._replace(**parts)}
@@ -86,8 +78,11 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
             continue
         places, rows[part] = in_rounds(flat, assignments)
         for name, place in places.items():
-            form = form_of(_stored(part, getattr(blocks[name], part)))
-            stored.append((part, name, place.start, form))
+            stack = _stored(part, getattr(blocks[name], part))
+            leaves, structure = jax.tree.flatten(stack)
+            shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
+            form = structure, tuple(shapes)
+            stored.append((part, name, place.start, place.stop, form))
             empty: PyTree = {part: None}
             blocks[name] = blocks[name]._replace(**empty)
     return state._replace(blocks=blocks, flat_state=FlatState(rows, tuple(stored)))

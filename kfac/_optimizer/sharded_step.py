@@ -175,11 +175,10 @@ class ShardedStep(StepContext):
         # Lay gradients out like the parameters first. Otherwise XLA would sum the gradients from each use of a leaf,
         # and from each iteration of a scan, on every device.
         tree = map_by_path(self.like_param, tree)
-        owned = self.owned(tree)
         flags = {}
-        for path, leaf in leaves_by_path(tree).items():
-            if path not in owned:
-                flags[path] = replicated(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
+        for path, leaf in self.skipped(tree).items():
+            flags[path] = replicated(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
+        owned = self.owned(tree)
         stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
         return Gradients(flags, stacks)
 

@@ -93,13 +93,6 @@ class BlockState(NamedTuple):
 Form = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 
 
-def form_of(stack: PyTree) -> Form:
-    """Return the form of each block in a stack."""
-    leaves, structure = jax.tree.flatten(stack)
-    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
-    return structure, tuple(shapes)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatState:
@@ -108,11 +101,12 @@ class FlatState:
     Attributes:
       rows: for each field of `BlockState` that is stored here, a row `[1, elements]`. Outside `shard_map`, a row for
         each device. Factors are packed as triangles, as in `Packed`.
-      stored: the places in the rows: a field of `BlockState`, a group's name, where its block starts, and its form.
+      stored: the places in the rows: a field of `BlockState`, a group's name, where its block starts and stops, and its
+        form.
     """
 
     rows: dict[str, Array]
-    stored: tuple[tuple[str, str, int, Form], ...] = static()
+    stored: tuple[tuple[str, str, int, int, Form], ...] = static()
 
 
 @jax.tree_util.register_static
@@ -254,14 +248,19 @@ def match_leaves(
         raise ValueError(
             f"{what} have a leaf {unknown[0]!r} that `layers` was found without: call find_layers again"
         )
-    masked = has_masked(tree)
+    masked = find_nodes(tree, optax.MaskedNode)
     for layer in layers:
         present = [path for path in layer.params if path in leaves]
         missing = [path for path in layer.params if path not in leaves]
         if missing and (present or not masked):
             reason = "is missing"
             if masked:
-                reason = f"is masked, but {present[0]!r} is not: {how_to_hide(missing)}"
+                rules = {f"^{re.escape(path)}$": "skip" for path in missing}
+                reason = (
+                    f"is masked, but {present[0]!r} is not: give both the same label in optax.partition or "
+                    "optax.masked, or take it out of the layer, "
+                    f"kfac.find_layers(loss_fn, params, batch, rules={rules!r})"
+                )
             raise ValueError(
                 f"{what}: leaf {missing[0]!r} of layer {layer.name!r} {reason}"
             )
@@ -274,20 +273,6 @@ def match_leaves(
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
-
-
-def how_to_hide(paths: Sequence[str]) -> str:
-    """Return advice for an error message about a layer that has only some of its leaves masked."""
-    rules = {f"^{re.escape(path)}$": "skip" for path in paths}
-    return (
-        "give both the same label in optax.partition or optax.masked, or take it out of the layer, "
-        f"kfac.find_layers(loss_fn, params, batch, rules={rules!r})"
-    )
-
-
-def has_masked(tree: PyTree) -> bool:
-    """Return whether `optax.masked` has replaced a leaf of `tree`."""
-    return bool(find_nodes(tree, optax.MaskedNode))
 
 
 def pure(tree: PyTree) -> PyTree:

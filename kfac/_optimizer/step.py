@@ -16,7 +16,6 @@ from jax import Array
 from kfac._curvature.blocks import Group
 from kfac._curvature.preconditioner import Momentum
 from kfac._factors import per_block
-from kfac._leaves import leaves_by_path
 from kfac._linalg import cosine
 from kfac._optimizer.exchange import (
     Gradients,
@@ -63,11 +62,8 @@ def preconditioned_step(
     check_state(device.settings, device.comm.devices, device.state)
     device.comm.check("updates", updates.tree)
     updates, gradients = device.receive(updates)
-    leaves = leaves_by_path(updates.tree)
-    skipped = [
-        x for p, x in leaves.items() if p in device.settings.layers.skipped_paths
-    ]
     square = device.total_product(gradients, gradients)
+    skipped = device.skipped(updates.tree).values()
     usable = all_finite(skipped) & jnp.isfinite(square)
     directions, advanced, angles = precondition(device, now, gradients)
     norms = square, device.product(directions, directions)
@@ -105,7 +101,6 @@ def precondition(
       step's directions.
     """
     settings = device.settings
-    state = device.state
     momentum = Momentum(now.momentum, device.options.nesterov)
     result = {}
     advanced = {}
@@ -113,7 +108,7 @@ def precondition(
     for group in settings.groups:
         name = group.name
         preconditioner = group.preconditioner_of(settings.preconditioner)
-        block = block_of(state, device.comm, name)
+        block = block_of(device.state, device.comm, name)
         ready = block.ready
         gradient = gradients[name]
         if preconditioner.owns_momentum:

@@ -51,7 +51,7 @@ class Arrangement(NamedTuple):
         if self.flips:
             x = jnp.flip(x, self.flips)
         parts = (self.copies, self.examples, self.rows, self.features)
-        x = x.transpose(self.copies + self.examples + self.rows + self.features)
+        x = x.transpose(sum(parts, ()))
         return x.reshape([math.prod(self.split[k] for k in part) for part in parts])
 
 
