@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from kfac._capture.trace import ArgKey, leading_length, leaf_name
+from kfac._capture.trace import leading_length, leaf_name
 from kfac._checks import check_fraction
 from kfac._layers import Layers
 from kfac._mesh import PyTree
@@ -83,7 +83,7 @@ def thin_batch(
     fewer = -(-num_microbatches // one_in)
     counts = {1: 1}  # numbers of kept examples, by leading length
 
-    def thinned(key: ArgKey, argument: PyTree) -> PyTree:
+    def thinned(key, argument):
         if key not in layers.batch_argnums:
             return argument
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
 
 import jax
 from jax import Array
@@ -11,18 +11,6 @@ from kfac._mesh import PyTree
 from kfac._optimizer.diagnostics import statistics_due
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.state import KfacState
-
-
-class Reading(NamedTuple):
-    """Whether statistics are due for a state.
-
-    Attributes:
-      due: a bool, or a tracer if the state is traced.
-      calls: the number of calls of `update` that led to the state. None if the host cannot count them.
-    """
-
-    due: bool | Array
-    calls: int | None
 
 
 class Clock:
@@ -34,23 +22,27 @@ class Clock:
 
     def __init__(self) -> None:
         self._arrays: tuple[Array, ...] = ()
-        self._next = Reading(False, None)
+        self._next = False, 0
 
-    def read(self, opt_state: PyTree) -> Reading:
-        """Return whether statistics are due. Wait for the state unless it is the one of the last `record`."""
+    def read(self, opt_state: PyTree) -> tuple[bool | Array, int | None]:
+        """Tell whether statistics are due. Wait for the state unless it is the one of the last `record`.
+
+        Returns:
+          Whether statistics are due, a bool or the tracer of a traced state, and the number of calls of `update` that
+          led to the state, None if the host cannot count them.
+        """
         arrays = _counters(opt_state)
         # Arrays never change, so the same arrays hold the same values. A restored or edited state has other arrays.
-        if arrays and len(arrays) == len(self._arrays):
-            if all(a is b for a, b in zip(arrays, self._arrays, strict=True)):
-                return self._next
+        if arrays and self._arrays and all(map(operator.is_, arrays, self._arrays)):
+            return self._next
         due = statistics_due(opt_state)
         if isinstance(due, jax.core.Tracer):
-            return Reading(due, None)
+            return due, None
         calls = None
         if arrays:
             count, skipped, _ = arrays
             calls = int(count) + int(skipped)
-        return Reading(bool(due), calls)
+        return bool(due), calls
 
     def record(
         self,
@@ -63,7 +55,7 @@ class Clock:
         if interval is not None:
             # The three scalars stay alive, but no other array of the state.
             self._arrays = _counters(opt_state)
-            self._next = Reading(interval.due_on_host(calls), calls)
+            self._next = interval.due_on_host(calls), calls
 
 
 def interval_of(opt_state: PyTree) -> Interval | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,14 +11,13 @@ from jax.sharding import PartitionSpec
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
 from kfac._curvature.refresh import one_by_one
-from kfac._distributed.comm import CommContext
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 from kfac._mesh import on_mesh
 from kfac._optimizer.flat_state import block_of
 from kfac._optimizer.reshard import state_spec
 from kfac._optimizer.sharded_step import mesh_to_open
-from kfac._optimizer.state import KfacState, check_groups, find_state
+from kfac._optimizer.state import check_groups, find_state
 
 
 @on_mesh
@@ -65,7 +63,18 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
             "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
         )
     comm, mesh = mesh_to_open(state.settings.distribution, state, state)
-    gather = functools.partial(_gathered, comm)
+
+    def gather(state):
+        """Return the eigenvectors of blocks with moments, on all devices."""
+        bases = {}
+        for group in state.settings.groups:
+            preconditioner = group.preconditioner_of(state.settings.preconditioner)
+            block = block_of(state, comm, group.name)
+            basis = preconditioner.basis(block.preconditioner)
+            if basis is not None:
+                bases[group.name] = basis
+        return comm.gather(bases, state.settings.assignments)
+
     if mesh is not None:
         specs = state_spec(comm.owner_axes)
         gather = jax.shard_map(
@@ -84,17 +93,6 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
             if layer.supports_ekfac:
                 basis[layer.name] = group.unstack(layer, part)
     return basis
-
-
-def _gathered(comm: CommContext, state: KfacState) -> dict[str, Basis]:
-    """Return the eigenvectors of blocks with moments, on all devices."""
-    bases = {}
-    for group in state.settings.groups:
-        preconditioner = group.preconditioner_of(state.settings.preconditioner)
-        basis = preconditioner.basis(block_of(state, comm, group.name).preconditioner)
-        if basis is not None:
-            bases[group.name] = basis
-    return comm.gather(bases, state.settings.assignments)
 
 
 def _eigenvectors(factor: Array) -> Array:

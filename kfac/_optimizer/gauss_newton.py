@@ -151,8 +151,9 @@ def gauss_newton(
                     f"num_examples={num_examples} counts the whole batch's examples: leave curvature_fn out "
                     "(in train_step: statistics_fraction=1)"
                 )
-            loss_fn = curvature_fn or value_fn
-            model = marked(loss_fn, params, num_examples, "gauss_newton")
+            model = marked(
+                curvature_fn or value_fn, params, num_examples, "gauss_newton"
+            )
             value, root_of_tree = model.root(params)
             _, unravel = ravel_pytree(params)
             gradient, _ = ravel_pytree(updates)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax import Array
 
 from kfac._checks import OPTIONS, check
@@ -63,7 +62,7 @@ class Options:
     def at(self, count: Array) -> StepScalars:
         """Return the scalars of step `count`."""
 
-        def optional(scalar: ScalarOrSchedule | None) -> Array | None:
+        def optional(scalar):
             return None if scalar is None else value_at(scalar, count)
 
         return StepScalars(
@@ -77,7 +76,7 @@ class Options:
     def needs_params(self, group: Group) -> bool:
         """Return whether the step lengths of a group depend on its parameters."""
         kernels = find_kernels(group, self.spectral)
-        return self.set_lengths and bool(np.any(kernels.size))
+        return self.set_lengths and bool(kernels.size.any())
 
     def has_momentum(self, group: Group) -> bool:
         """Return whether the optimizer keeps a group's momentum, instead of the group's preconditioner."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +43,9 @@ def state_specs(
       ValueError: if `tx` is not an optimizer.
     """
     _check_optimizer(tx)
-    state = jax.eval_shape(tx.init, params)
     return on_states(
         lambda node: state_spec(axis_name),
-        state,
+        jax.eval_shape(tx.init, params),
         lambda leaf: PartitionSpec(),
     )
 
@@ -139,9 +139,9 @@ def gather_state(opt_state: Any) -> Any:
         node = replicated(node)
         blocks = {}
         for name, assignment in assignments.items():
-            slots = assignment.block_to_slot
+            in_order = operator.itemgetter(assignment.block_to_slot)
             stack = block_of(node, Everywhere(), name)
-            blocks[name] = jax.tree.map(lambda x, slots=slots: x[slots], stack)
+            blocks[name] = jax.tree.map(in_order, stack)
         settings = dataclasses.replace(
             node.settings, distribution=Distribution(), devices=1, param_specs=()
         )
@@ -182,8 +182,6 @@ def scatter_state(
     check_distribution(distribution)
     some_states(portable, "portable")
 
-    distribution = distribution or Distribution()
-
     def scatter(node):
         if node.settings.devices > 1:
             raise ValueError(
@@ -192,7 +190,7 @@ def scatter_state(
         # As in a new state of the optimizer, whose layers know how the parameters are split here.
         settings = dataclasses.replace(
             node.settings,
-            distribution=distribution,
+            distribution=distribution or Distribution(),
             devices=num_devices,
             param_specs=node.settings.layers.param_specs,
         )

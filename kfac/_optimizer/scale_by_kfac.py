@@ -119,7 +119,6 @@ def precondition_and_scale(
     """Return `scale_by_kfac` followed by the stages that work on stacks of blocks, such as momentum."""
     check_options(options)
     check_layers(layers)
-    distribution = options.distribution or Distribution()
     period = options.inverse_update_period
     # Leave the refresh out of the program of `observe` if the period is known to be infinite.
     refreshes = not (isinstance(period, float) and period == math.inf)
@@ -128,7 +127,7 @@ def precondition_and_scale(
     settings = Settings(
         layers,
         options.preconditioner,
-        distribution,
+        options.distribution or Distribution(),
         refreshes,
         interval if known else None,
     )

@@ -293,9 +293,8 @@ class TrainStep:
         layers = self._find_layers(params, args, kwargs)
         state = _kfac_state(opt_state)
         one_in = statistics_one_in(layers, self.statistics_fraction)
-        part = thin_batch(layers, self._whole(args, kwargs), one_in)
-        parts = part.num_microbatches
-        examples = part.num_examples
+        whole = self._whole(args, kwargs)
+        args, kwargs, examples, parts = thin_batch(layers, whole, one_in)
         measure = statistics(
             self.loss_fn,
             layers,
@@ -310,7 +309,7 @@ class TrainStep:
             basis = eigenbasis(opt_state, layers)
         measure = self._in_parts(measure, layers, parts)
         factors = measure(
-            params, *part.args, kwargs=part.kwargs, fisher_key=fisher_key, basis=basis
+            params, *args, kwargs=kwargs, fisher_key=fisher_key, basis=basis
         )
         return observe(opt_state, factors)
 
@@ -332,13 +331,13 @@ class TrainStep:
     def _loss_of_params(
         self,
         layers: Layers,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         one_in: int,
     ) -> Callable[[PyTree], Array]:
         """Return the mean loss over one of `one_in` examples, as a function of the parameters."""
         # Each call gets copies of objects among the arguments, because tracing may change flax nnx objects.
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = jax.tree.flatten(self._whole(args, kwargs))
 
         def loss(*args, kwargs):
             arrays, fixed = _split((args, kwargs))
@@ -354,8 +353,8 @@ class TrainStep:
             return run(arrays)
 
         def loss_of_params(params):
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            part = thin_batch(layers, self._whole(args, kwargs), one_in)
+            whole = jax.tree.unflatten(structure, leaves)
+            part = thin_batch(layers, whole, one_in)
             in_parts = self._in_parts(loss, layers, part.num_microbatches)
             return in_parts(params, *part.args, kwargs=part.kwargs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -55,7 +54,7 @@ def estimate_factors(
     """
     evaluate = Evaluator(loss_fn, layers, has_aux, fisher, num_examples, "float32")
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jax.jit(donate_argnums=0)
     @on_mesh
     def added(total, params, batch, number):
         own_key = None if key is None else jax.random.fold_in(key, number)
