@@ -324,8 +324,8 @@ class Ragged(Statistics):
           average: averages the rows over devices. None on one device.
         """
         rows = self.rows if average is None else average(self.rows)
-        share = safe_ratio(1, rows)
-        return Kronecker(self.A, self.squares * per_block(share, self.squares))
+        g = self.squares * per_block(safe_ratio(1, rows), self.squares)
+        return Kronecker(self.A, g)
 
     G = Uncombined.G
 
@@ -381,10 +381,7 @@ class Factors(Mapping[str, Statistics]):
         Returns:
           The new factors. Blocks of other types are unchanged.
         """
-        blocks = dict(self)
-        for name, block in self.items():
-            if block.wire is not None:
-                blocks[name] = block.combined()
+        blocks = {name: x.combined() if x.wire else x for name, x in self.items()}
         return Factors(blocks, self.gradients)
 
     def unscale(self, loss_scale: ArrayLike) -> Factors:

@@ -15,16 +15,20 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from kfac._capture import axes as axes_lib
 from kfac._capture.axes import (
+    MIXED,
     Axes,
     Axis,
     Moves,
+    cut,
+    flip,
     foreign,
     holds_examples,
+    insert,
     length,
     mixed,
     remaining,
+    reshape,
     take,
 )
 from kfac._capture.parameters import (
@@ -84,7 +88,7 @@ def _broadcast(eqn: JaxprEqn, axes: Axes) -> Follow:
 
 
 def _reshape(eqn: JaxprEqn, axes: Axes) -> Follow | None:
-    result = axes_lib.reshape(axes, result_shape(eqn))
+    result = reshape(axes, result_shape(eqn))
     if result is None:
         return None
     return Follow((result,))
@@ -104,7 +108,7 @@ def _transpose(eqn: JaxprEqn, axes: Axes) -> Follow:
 def _reverse(eqn: JaxprEqn, axes: Axes) -> Follow:
     result = list(axes)
     for k in parameter(eqn, "dimensions"):
-        result[k] = axes_lib.flip(axes[k])
+        result[k] = flip(axes[k])
     return Follow((tuple(result),))
 
 
@@ -120,10 +124,10 @@ def _slice(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     starts = parameter(eqn, "start_indices")
     result: Axes = ()
     moves: Moves = ()
-    for cut in map(axes_lib.cut, axes, starts, result_shape(eqn)):
-        if cut is None:
+    for part in map(cut, axes, starts, result_shape(eqn)):
+        if part is None:
             return None
-        axis, skipped = cut
+        axis, skipped = part
         result += (axis,)
         moves += skipped
     return Follow((result,), (moves,))
@@ -140,10 +144,10 @@ def _split(eqn: JaxprEqn, axes: Axes) -> Follow | None:
     moved = []
     start = 0
     for size in map(int, sizes):
-        cut = axes_lib.cut(axes[along], start, size)
-        if cut is None:
+        part = cut(axes[along], start, size)
+        if part is None:
             return None
-        axis, moves = cut
+        axis, moves = part
         results.append(before + after if unstacks else (*before, axis, *after))
         moved.append(moves)
         start += size
@@ -237,9 +241,7 @@ def _agreed(axes: Sequence[Axis], size: int) -> Axis:
     is `MIXED` if any such axis holds examples, and foreign if not.
     """
     holders = {axis for axis in axes if length(axis) == size and holds_examples(axis)}
-    in_order = [
-        axis for axis in holders if all(atom.axis != axes_lib.MIXED for atom in axis)
-    ]
+    in_order = [axis for axis in holders if all(atom.axis != MIXED for atom in axis)]
     if len(in_order) == 1:
         return in_order[0]
     if holders:
@@ -253,7 +255,7 @@ def _side_by_side(eqn: JaxprEqn, data: DataAxes) -> Axes:
     parts = data
     if eqn.primitive.name == "stack":
         along = parameter(eqn, "axis")
-        parts = [axes_lib.insert(axes, [along], [()]) for axes in data]
+        parts = [insert(axes, [along], [()]) for axes in data]
     else:
         along = parameter(eqn, "dimension")
     result = list(map(_agreed, zip(*parts, strict=True), out))
@@ -309,4 +311,4 @@ def indexed(eqn: JaxprEqn, data: DataAxes, of_data: Sequence[bool]) -> Axes:
         table[k] if sizes[k] == shape[k] else foreign(sizes[k])
         for k in remaining(len(table), gone)
     ]
-    return axes_lib.insert(rows, numbers.offset_dims, window)
+    return insert(rows, numbers.offset_dims, window)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kfac._capture import axes as axes_lib
+from kfac._capture.axes import examples, length
 from kfac._capture.equations import SUMS
 from kfac._capture.primitives import BINARY, Read
 from kfac._capture.program import Op
@@ -60,7 +60,7 @@ def _axis_of_examples(op: Op, operands: Operands, n: int | None) -> int | None:
         for k, longer in enumerate(result.grown)
         if longer and (broadcasts or shape[k : k + 1] == (1,))
     ]
-    if len(met) != 1 or result.axes[met[0]] != axes_lib.examples(n or 1):
+    if len(met) != 1 or result.axes[met[0]] != examples(n or 1):
         return None
     return met[0]
 
@@ -116,7 +116,7 @@ def settle(found: Findings) -> None:
 
 def _repeated(read: Read, n: int) -> Read:
     """Return a read of rows that are repeated for `n` examples, on a new first axis."""
-    axis = axes_lib.examples(n)
+    axis = examples(n)
     new = len(axis)
     rows = [(k, k) for k in range(new)] + [(y + new, x + new) for y, x in read.rows]
     return replace(
@@ -148,7 +148,7 @@ def _settle_apart(found: Findings, use: Use, with_rows: bool) -> None:
             "as long",
         )
     else:
-        shape = list(map(axes_lib.length, use.read.x_axes))
+        shape = list(map(length, use.read.x_axes))
         found.note_use(
             use,
             f"it reads a constant {shape} too, as a penalty does, without kfac.mark_output(..., weight=)",

@@ -11,9 +11,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
-from kfac._capture import axes as axes_lib
 from kfac._capture import axis_rules, parameters
-from kfac._capture.axes import Axes, Axis, examples, foreign, mixed
+from kfac._capture.axes import (
+    EXAMPLES,
+    Axes,
+    Axis,
+    examples,
+    flatten,
+    foreign,
+    holds_examples,
+    mixed,
+)
 from kfac._capture.program import Op, Program, Value
 
 # The attributes of a `Value` that this module sets.
@@ -194,7 +202,7 @@ def _with_examples(
         return axes
     result = list(axes)
     for k, size in enumerate(value.shape):
-        if value.grown[k] and not axes_lib.holds_examples(axes[k]):
+        if value.grown[k] and not holds_examples(axes[k]):
             doubled = (size, value.twice[k]) == (n, 2 * n)
             result[k] = examples(size) if doubled else mixed(size)
     return tuple(result)
@@ -230,10 +238,10 @@ def positions_of_examples(axes: Axes, n: int) -> tuple[int, ...] | None:
       The positions of these atoms among all atoms of the array, from the slowest to the fastest. Empty for a single
       example. None if examples are missing or not in order.
     """
-    flat = axes_lib.flatten(axes)
+    flat = flatten(axes)
     by_stride: dict[int, int] = {}
     for position, atom in enumerate(flat):
-        if atom.axis == axes_lib.EXAMPLES and not atom.flipped:
+        if atom.axis == EXAMPLES and not atom.flipped:
             by_stride.setdefault(atom.stride, position)
     inner = 1
     for stride, position in sorted(by_stride.items()):

@@ -135,9 +135,9 @@ def find_layers(
     check_given(max_factor_dim=max_factor_dim, batch_argnums=batch_argnums)
     traced = trace(loss_fn, has_aux, params, args, dict(kwargs or {}), batch_argnums)
     options = Layers(
-        # There are no layers yet, only options.
+        # There are no layers and paths yet, only options.
         (),
-        tuple(traced.names),
+        (),
         pairs,
         max_factor_dim,
         structure=jax.tree.structure(params),
@@ -237,8 +237,9 @@ def layers_of(
             continue
         leaves = [leaf, companions[leaf]] if leaf in companions else [leaf]
         if leaf in notes:
-            shapes = (traced.shapes[leaf],)
-            layer = Layer(name, "skipped", (name,), shapes, note=notes[leaf])
+            layer = Layer(
+                name, "skipped", (name,), (traced.shapes[leaf],), note=notes[leaf]
+            )
         elif leaf in kernels:
             layer = maker.kronecker(leaves, leaf in reduced)
         elif leaf in uses:

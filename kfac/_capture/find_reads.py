@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kfac._capture import axes as axes_lib
 from kfac._capture import common_rows, uses
-from kfac._capture.axes import Axis
+from kfac._capture.axes import Axis, is_broadcast, leaf_axes
 from kfac._capture.axis_rules import Follow, broadcast_axes
 from kfac._capture.equations import FUNCTIONS, SUMS
 from kfac._capture.primitives import Read
@@ -52,7 +51,7 @@ class Reads(Findings):
         super().__init__(n, hidden=n is None and bool(traced.arrays))
         states = []
         for leaf, shape in enumerate(traced.shapes):
-            view = View(leaf, shape, axes_lib.leaf_axes(shape), (0,) * len(shape))
+            view = View(leaf, shape, leaf_axes(shape), (0,) * len(shape))
             states.append(Data() if leaf in skipped else view)
         states += [Data()] * len(traced.arrays)
         loss, *_ = self._walk(traced.program, states)
@@ -170,7 +169,7 @@ class Reads(Findings):
         if k >= op.scan.last:
             sliced = state.axes[0]
             state = replace(state, axes=state.axes[1:])
-        if axes_lib.is_broadcast([sliced]):
+        if is_broadcast([sliced]):
             return self.meets(state, op, "a scan iterates over copies of it")
         return replace(state, stack=(*state.stack, sliced))
 

@@ -288,8 +288,7 @@ def find_marks(traced: Trace) -> Marks:
     for op in traced.program.walk():
         name = equations.mark(op.eqn)
         if name is not None and op.alive:
-            key = Key(layer="", number=len(marks))
-            marks.append(Mark(key, op, name.likelihood, name.weight))
+            marks.append(Mark(Key("", len(marks)), op, name.likelihood, name.weight))
         if not op.inner and equations.holds_mark(op.eqn):
             raise ValueError(
                 f"kfac.mark_output cannot be followed inside {op.name}: mark what comes out of it"

@@ -108,10 +108,8 @@ def scan(eqn: JaxprEqn) -> Scan | None:
     length = parameter(eqn, "length")
     entering = shapes(eqn.invars)
     leaving = shapes(eqn.outvars)
-    sliced = _sliced(entering, shapes(body.invars), length)
-    stacked = _sliced(leaving, shapes(body.outvars), length)
-    carried = len(leaving) - stacked
-    consts = len(entering) - sliced - carried
+    carried = len(leaving) - _sliced(leaving, shapes(body.outvars), length)
+    consts = len(entering) - _sliced(entering, shapes(body.invars), length) - carried
     if consts < 0 or entering[consts : consts + carried] != leaving[:carried]:
         raise UnknownEquationError(
             eqn, "operands that are not constants, carry and slices in this order"

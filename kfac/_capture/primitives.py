@@ -26,15 +26,18 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
-from kfac._capture import axes as axes_lib
 from kfac._capture.axes import (
     Atom,
     Axes,
     Axis,
+    atoms_of,
+    flatten,
     foreign,
+    insert,
     is_broadcast,
     mixed,
     remaining,
+    reshape,
     take,
 )
 from kfac._capture.axis_rules import MOVES, DataAxes, Follow, broadcast_axes, cast
@@ -168,7 +171,7 @@ def _read_product(eqn: JaxprEqn, operand: int, axes: Axes, data: DataAxes) -> Me
         "dense",
         tuple(x_axes),
         y_axes,
-        batched=tuple(axes_lib.atoms_of(batch_axes)),
+        batched=tuple(atoms_of(batch_axes)),
         rows=_rows(y_axes, x_axes, (*x_batch, *x_free)),
     )
 
@@ -207,7 +210,7 @@ def _rows(
     for k in order:
         atoms = enumerate(x_axes[k], starts[k])
         in_x += [p for p, atom in atoms if not atom.of_leaf]
-    atoms = enumerate(axes_lib.flatten(y_axes))
+    atoms = enumerate(flatten(y_axes))
     in_y = [p for p, atom in atoms if not atom.of_leaf]
     return tuple(zip(in_y, in_x, strict=True))
 
@@ -233,7 +236,7 @@ def _read_convolution(
     out = result_shape(eqn)
     groups = parameter(eqn, "feature_group_count")
     group_shape = groups, out[channel_axis] // groups
-    split = axes_lib.reshape((axes[out_channel],), group_shape)
+    split = reshape((axes[out_channel],), group_shape)
     if split is None:
         return f"feature_group_count={groups} cuts across axes of the parameter"
     group, outputs = split
@@ -302,7 +305,7 @@ def _read_lookup(
     row = list(axes)
     row[row_axis] = ()
     kept = take(row, remaining(len(row), collapsed))
-    y_axes = axes_lib.insert(data[1][:-1], numbers.offset_dims, kept)
+    y_axes = insert(data[1][:-1], numbers.offset_dims, kept)
     return _read(
         eqn,
         operand,

@@ -363,8 +363,6 @@ class Way(enum.Flag):
 
 
 NOT_AT_ALL = Way(0)
-# How an array reaches the results of the `roots` in `mark_live`.
-_TO_ROOT = Way.LIVE | Way.COMPUTED
 
 
 def mark_live(program: Program, roots: Collection[Op] = ()) -> None:
@@ -405,7 +403,7 @@ def _note_reached(
         if op.name in equations.WITHOUT_GRADIENT:
             leaving = [NOT_AT_ALL] * len(leaving)
         elif op in roots:
-            leaving = [_TO_ROOT] * len(leaving)
+            leaving = [Way.LIVE | Way.COMPUTED] * len(leaving)
         entering = _inputs_of(op, leaving, roots)
         together = _by_all(leaving)
         op.alive = Way.LIVE in together

@@ -284,16 +284,13 @@ def _arrays_of(
 ) -> tuple[list[AnyArray], Callable]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-    # A tree has no leaf that is None.
-    others = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def filled(arrays):
         queue = iter(arrays)
-        leaves = [next(queue) if other is None else other for other in others]
-        return jax.tree.unflatten(structure, leaves)
+        full = [next(queue) if is_array(leaf) else leaf for leaf in leaves]
+        return jax.tree.unflatten(structure, full)
 
-    return arrays, filled
+    return [leaf for leaf in leaves if is_array(leaf)], filled
 
 
 def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:

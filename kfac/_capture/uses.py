@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kfac._capture import axes as axes_lib
-from kfac._capture.axes import Atom, Axes, atoms_of, is_broadcast, is_part
+from kfac._capture.axes import (
+    Atom,
+    Axes,
+    atoms_of,
+    common_refinement,
+    examples,
+    is_broadcast,
+    is_part,
+    split_like,
+    with_rows,
+)
 from kfac._capture.equations import SUMS
 from kfac._capture.primitives import Meaning, Read
 from kfac._capture.program import Op, Value
@@ -100,7 +109,7 @@ def elementwise(
     value, data = other
     assert isinstance(data, Data)
     (result,) = op.outputs
-    axes = axes_lib.with_rows(read.y_axes, result.axes)
+    axes = with_rows(read.y_axes, result.axes)
     read = replace(read, x_axes=axes, y_axes=axes)
     joined = _join(found, op, read, view, data.output)
     # The atoms do not show a batch of one example, or examples that a scan iterates over. An unknown batch may have
@@ -176,12 +185,12 @@ def copies(
     data = [x.value for x in operands if any(x.value.grown)]
     if not any(x.from_arguments for x in data) or not any(value.grown):
         return False
-    in_order = (axes_lib.examples(found.n or 0),)
+    in_order = (examples(found.n or 0),)
     if found.n != 1 and any(x.rows != in_order for x in (*data, *results)):
         return False
     if op.name.startswith("scatter") and any(op.inputs[1].grown):
         return False
-    axes = axes_lib.with_rows(view.axes, value.axes)
+    axes = with_rows(view.axes, value.axes)
     dtype = accumulator(value.dtype)
     found.add(Use(Read("copy", position, axes, axes, dtype), view, made))
     return True
@@ -259,14 +268,14 @@ def _pair_atoms(
     # sum. The sum may have merged atoms of the kernel, as `reshape` does, or lost them by broadcasting. Split its axes
     # at the kernel's own atoms, so that only whole atoms are paired.
     atoms = atoms_of(stack + use.read.y_axes)
-    split = [axes_lib.split_like(axis, atoms) for axis in use_axes]
+    split = [split_like(axis, atoms) for axis in use_axes]
     own = [*((atom,) for atom, _ in picks), *view.stack, *axes]
     theirs = [*((atom,) for atom in use.picked), *stack, *split]
     pairs = []
     for axis, other in zip(own, theirs, strict=True):
         # Beside a kernel's features `[2, 3]`, a bias `[6]` becomes `[2, 3]`, too. Atoms `[4, 6]` and `[6, 4]` have no
         # common refinement: their elements correspond, but their layouts do not.
-        refined = None if other is None else axes_lib.common_refinement(axis, other)
+        refined = None if other is None else common_refinement(axis, other)
         if refined is None:
             return None
         for atom, partner in refined:

@@ -44,7 +44,7 @@ from kfac._checks import (
 )
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
-from kfac._leaves import leaves_by_path
+from kfac._leaves import leaves_by_path, map_by_path
 from kfac._mesh import (
     PyTree,
     as_varying,
@@ -136,8 +136,7 @@ def value_and_grad(
         found = evaluate(
             params, args, dict(kwargs or {}), fisher_key, basis, gradients=True
         )
-        value = (found.loss, found.aux) if has_aux else found.loss
-        return value, found.grads, found.factors
+        return found.value, found.grads, found.factors
 
     return with_factors
 
@@ -229,8 +228,7 @@ def wire_dtype(distribution: Wire | None) -> str:
 class Evaluation(NamedTuple):
     """The results of an `Evaluator`. Without gradients, `grads` is None."""
 
-    loss: Array
-    aux: PyTree
+    value: PyTree
     grads: PyTree
     factors: Factors
     num_examples: int
@@ -273,10 +271,8 @@ class Evaluator:
         # With replicated parameters, shard_map would sum gradients and statistics over devices inside autodiff.
         axes = _axes_of_arrays((args, kwargs))
         params = as_varying(params, axes | varying_axes(params))
-        argnums, shared = batch_arguments(self.layers, args, kwargs)
-        traced = trace(
-            self.loss_fn, self.has_aux, params, args, kwargs, argnums, shared
-        )
+        batch = batch_arguments(self.layers, args, kwargs)
+        traced = trace(self.loss_fn, self.has_aux, params, args, kwargs, *batch)
         _check_own(traced, axes)
         marks = self._marks(traced)
         planned = plan_taps(
@@ -311,18 +307,17 @@ class Evaluator:
 
         zeros = optax.tree.zeros_like(planned.probes)
         probes = reshard_like(zeros, planned.probes)
-        probes = as_varying(probes, axes | varying_axes(params))
+        probes = as_varying(probes, varying_axes(params))
         outs, found, factors = _differentiate(
             run, planned, marks, wanted, probes, entries, self.fisher
         )
         grads = None
         if gradients:
-            # `found` is sorted by path.
-            in_order = [found[path] for path in leaves]
-            grads = jax.tree.unflatten(jax.tree.structure(params), in_order)
+            grads = map_by_path(lambda path, _: found[path], params)
         factors = Factors(factors, {path: found[path] for path in own})
         loss, aux = traced.rebuild(outs)
-        return Evaluation(loss, aux, grads, factors, planned.num_examples)
+        value = (loss, aux) if self.has_aux else loss
+        return Evaluation(value, grads, factors, planned.num_examples)
 
     def _marks(self, traced: Trace) -> Marks:
         """Find the marked outputs.

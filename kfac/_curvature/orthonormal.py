@@ -115,7 +115,6 @@ def orthonormal_by_products(stack: Array) -> Array:
 
 def _aligned(stack: Array) -> Array:
     """Pad `[k, d, d]` with an identity to a multiple of `ALIGNMENT`, once for all products in the iteration."""
-    d = stack.shape[-1]
     padded = aligned(stack, ALIGNMENT)
-    tail = jnp.arange(padded.shape[-1]) >= d
+    tail = jnp.arange(padded.shape[-1]) >= stack.shape[-1]
     return padded + jnp.diag(tail.astype(stack.dtype))

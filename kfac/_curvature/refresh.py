@@ -81,9 +81,9 @@ def in_portions(
     """
     if width == 1:
         return fn(1, *arguments)
-    alone = functools.partial(fn, 1)
-    together = functools.partial(fn, width)
-    return lax.platform_dependent(*arguments, cpu=alone, default=together)
+    return lax.platform_dependent(
+        *arguments, cpu=functools.partial(fn, 1), default=functools.partial(fn, width)
+    )
 
 
 def one_by_one(

@@ -117,8 +117,7 @@ class SOAP(BlockPreconditioner):
         # The momentum is a sum of gradients, so it is rotated out of the old basis and into the new basis.
         momentum = self._rotated(state, state.momentum, back=True)
         momentum = self._rotated(new, momentum, back=False)
-        quotients = jnp.abs(a.quotients), jnp.abs(g.quotients)
-        condition = condition_of(*quotients, damping)
+        condition = condition_of(jnp.abs(a.quotients), jnp.abs(g.quotients), damping)
         return new._replace(momentum=momentum), condition
 
     def precondition_momentum(self, state, matrices, damping, momentum, ready):

@@ -475,8 +475,8 @@ def factors_from_state(opt_state: Any, layers: Layers) -> Factors:
         over several devices.
     """
     check_layers(layers)
-    state = find_state(opt_state, "opt_state")
     blocks = {}
+    state = find_state(opt_state, "opt_state")
     for group, block in blocks_of(state, layers, "opt_state"):
         for layer, stack in group.split(block.factors):
             blocks[layer.name] = group.unstack(layer, stack)
