@@ -60,7 +60,7 @@ def thin_batch(
     batch: Part,
     one_in: int,
 ) -> Part:
-    """Keep every `one_in`-th example of a batch and as many micro-batches, or all examples if there are too few.
+    """Keep every `one_in`-th example of a batch, in fewer micro-batches, or all examples if there are too few.
 
     The user's number of examples is scaled to the part and rounded down.
 

@@ -1,4 +1,4 @@
-"""Kronecker blocks `A (x) G` for dense layers, convolutions, embeddings and gradient factors."""
+"""Kronecker blocks `A (x) G`: stack a layer's statistics by block, undo it, and lay them out for a message."""
 
 from __future__ import annotations
 
