@@ -104,7 +104,7 @@ def forget_what_was_compiled() -> Iterator[None]:
     programs together would fill gigabytes.
     """
     yield
-    if memory() > 0.9:
+    if memory() > 1.3:
         jax.clear_caches()
         gc.collect()
         if hasattr(C_LIBRARY, "malloc_trim"):  # glibc keeps freed memory
