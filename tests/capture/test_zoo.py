@@ -26,6 +26,7 @@ HEADING = "# Models that test the capture\n"
 REPEATED = {
     "GPT in linen": ("GPT with a tied table",),
     "GPT of scanned blocks": ("GPT with a tied table", "Llama"),
+    "ResNet in linen": ("DCGAN, generator", "U-Net in equinox"),
     "ConvNeXt in linen": ("MobileNet in haiku", "global response norm"),
     "MLP-Mixer in linen": ("ViT in nnx",),
     "encoder and decoder in haiku": ("GPT with a tied table", "Perceiver in equinox"),
@@ -37,7 +38,8 @@ REPEATED = {
     "PINN by jacfwd of jacfwd": ("PINN by nested jvp", "PINN by hessian"),
     "Sobolev training": ("PINN by jvp", "directional derivatives"),
     "WGAN with a gradient penalty": ("score matching",),
-    "Hamiltonian network": ("score matching", "PINN by grad of grad"),
+    "PINN by grad of grad": ("score matching", "PINN by hessian"),
+    "Hamiltonian network": ("score matching", "PINN by hessian"),
     "convolutional autoencoder": ("DCGAN, generator",),
     "VAE in linen": ("mixture density network",),
     "duelling heads": ("mixture density network",),
