@@ -449,6 +449,8 @@ def plot(store: Store, figure: Path) -> None:
     from matplotlib import pyplot as plt
 
     found = [x for x in comparisons(store.curves()) if x.seed == 0 and x.step == x.rung.steps]
+    # Leave out rungs with a single method, unless there is no other rung.
+    found = [x for x in found if len(x.best) > 1] or found
     picture, axes = plt.subplots(2, len(found), figsize=(3 * len(found), 5), squeeze=False, sharey="row",
                                  layout="constrained")  # fmt: skip
     for (upper, lower), (rung, _, _, best) in zip(axes.T, found, strict=True):
@@ -462,7 +464,8 @@ def plot(store: Store, figure: Path) -> None:
             known = [row for row in curve if "kernels" in row]
             ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
             lower.plot([row["step"] for row in known], ranks, ".-", color=color)
-        title = f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}, {rung.dtype}"
+        title = f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}"
+        title += f", {rung.dtype}" * (rung.dtype != "float32")
         upper.set_title(title, fontsize=8)
         upper.legend(fontsize=7)
         lower.set_xlabel("step")
