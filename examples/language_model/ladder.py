@@ -410,8 +410,8 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
     return result
 
 
-def written(entry: int | str) -> str:
-    return f"{entry:,}" if isinstance(entry, int) else entry
+def written(entry: object) -> str:
+    return f"{entry:,}" if isinstance(entry, int) else str(entry)
 
 
 def report(store: Store) -> None:
