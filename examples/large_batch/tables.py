@@ -218,7 +218,7 @@ def front_table() -> list[str]:
         methods = f"kfac {documented_rate(share)}", "muon", "soap", "adamw"
         cells = [of(method)(name, share) for method in methods]
         rows.append(line([label(name), network.size(share)], cells))
-    return table("| network | batch | K-FAC | Muon | SOAP | AdamW |", rows)
+    return table("| network | batch | kfac | Muon | SOAP | AdamW |", rows)
 
 
 def documented_rate(share: int) -> float:
