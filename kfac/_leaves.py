@@ -59,9 +59,9 @@ def leaf_paths(tree: PyTree) -> list[str]:
     `params`.
     """
     paths = []
-    for outer, node in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
+    for outer, node in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
         inside = [inner for inner, _ in jax.tree.leaves_with_path(node)]
-        if is_variable(node) and len(inside) == 1:
+        if _is_variable(node) and len(inside) == 1:
             inside = [()]
         for inner in inside:
             name = jax.tree_util.keystr((*outer, *inner), simple=True, separator="/")
@@ -69,9 +69,13 @@ def leaf_paths(tree: PyTree) -> list[str]:
     return paths
 
 
-def is_variable(node: object) -> bool:
-    """Return whether a tree node is a mutable variable, such as flax nnx uses for parameters and optimizer states."""
-    return hasattr(node, "get_value") and hasattr(node, "set_value")
+def _is_variable(node: object) -> bool:
+    # By class, because `nnx.Rngs` has an attribute of any name.
+    return any(
+        base.__module__.startswith("flax.nnx")
+        and base.__name__ in ("Variable", "VariableState")
+        for base in type(node).__mro__
+    )
 
 
 def leaves_by_path(tree: PyTree) -> dict[str, Any]:

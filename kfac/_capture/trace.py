@@ -284,13 +284,16 @@ def _arrays_of(
 ) -> tuple[list[AnyArray], Callable]:
     """Return the arrays among a tree's leaves, and a function that puts other arrays in their place."""
     leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    # Without the arrays: they may be tracers, which must not outlive their trace. A tree has no leaf that is None.
+    others = [None if is_array(leaf) else leaf for leaf in leaves]
 
     def filled(arrays):
         queue = iter(arrays)
-        full = [next(queue) if is_array(leaf) else leaf for leaf in leaves]
+        full = [next(queue) if other is None else other for other in others]
         return jax.tree.unflatten(structure, full)
 
-    return [leaf for leaf in leaves if is_array(leaf)], filled
+    return arrays, filled
 
 
 def _growing_with_marks(doubles: Sequence[tuple[Batch, Program]]) -> list[Leaf]:

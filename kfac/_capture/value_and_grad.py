@@ -305,7 +305,7 @@ class Evaluator:
             inputs = [*(leaves | wanted).values(), *traced.arrays]
             return replay(traced.program, inputs, planned.plan, entries)
 
-        zeros = optax.tree.zeros_like(planned.probes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
         probes = reshard_like(zeros, planned.probes)
         probes = as_varying(probes, varying_axes(params))
         outs, found, factors = _differentiate(

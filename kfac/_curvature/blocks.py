@@ -23,7 +23,6 @@ import functools
 import hashlib
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -348,10 +347,11 @@ class Group:
 
     def split(self, stacks: PyTree) -> Iterator[tuple[Layer, PyTree]]:
         """Yield each member with its part of `stacks`, a tree with leaves `[k, ...]`."""
-        members = zip(self.layers, self.counts, self.starts, strict=True)
-        for layer, count, start in members:
-            part = operator.itemgetter(slice(start, start + count))
-            yield layer, jax.tree.map(part, stacks)
+        leaves, treedef = jax.tree.flatten(stacks)
+        # Not by slices: a slice of the whole stack would be the state's own array, which a later step may donate.
+        parts = [jnp.split(leaf, self.starts[1:]) for leaf in leaves]
+        for k, layer in enumerate(self.layers):
+            yield layer, jax.tree.unflatten(treedef, [part[k] for part in parts])
 
 
 # How many FLOPs per step padding may add to save a group. On a CPU, a group of small blocks takes 0.3 ms per step and a

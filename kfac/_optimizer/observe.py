@@ -8,13 +8,12 @@ import jax
 
 from kfac._curvature.blocks import check_factors
 from kfac._factors import Factors
-from kfac._leaves import is_variable
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
 from kfac._optimizer.overdue import note_observe
 from kfac._optimizer.reshard import on_states
 from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
-from kfac._optimizer.state import KfacState, find_nodes, pure
+from kfac._optimizer.state import KfacState, find_nodes, is_variable, pure
 
 
 @on_mesh

@@ -19,7 +19,7 @@ from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment, assign_blocks
 from kfac._factors import Block, static
 from kfac._layers import Layers
-from kfac._leaves import is_variable, leaves_by_path
+from kfac._leaves import leaves_by_path
 from kfac._mesh import PyTree
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options
@@ -273,6 +273,11 @@ def match_leaves(
     if not leaves:
         raise ValueError(f"{what} have no leaves")
     return leaves
+
+
+def is_variable(node: object) -> bool:
+    """Return whether a tree node is a mutable variable, such as flax nnx uses for an optimizer's state."""
+    return hasattr(node, "get_value") and hasattr(node, "set_value")
 
 
 def pure(tree: PyTree) -> PyTree:

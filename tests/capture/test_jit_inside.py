@@ -57,3 +57,15 @@ def test_scales_of_many_tokens_take_no_memory_for_each():
         return jax.jit(fn).lower(params, x, t).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(kfac.value_and_grad(loss, layers)) <= 1.2 * temporary(jax.value_and_grad(loss))
+
+
+def test_no_tracer_of_the_loss_outlives_value_and_grad():
+    def loss(p, x):
+        value = jnp.mean((x @ p["w"]) ** 2)
+        return value, {"twice": 2 * value, "number": 3}
+
+    params, x = {"w": normal(0, 4, 2, dtype=np.float32)}, normal(1, 8, 4, dtype=np.float32)
+    with jax.checking_leaks():
+        layers = kfac.find_layers(loss, params, x, has_aux=True)
+        (_, aux), _, _ = jax.jit(kfac.value_and_grad(loss, layers, has_aux=True))(params, x)
+    np.testing.assert_allclose(aux["twice"], 2 * loss(params, x)[0], rtol=1e-6)

@@ -401,3 +401,28 @@ def test_a_flat_vector_is_told_from_a_tree_with_one_vector(tree):
     expected = ravel_pytree(op.matvec(tree(flat)))[0]
     assert isinstance(op @ tree(flat), type(params))
     np.testing.assert_array_equal(op @ flat, expected)
+
+
+def test_factors_and_basis_outlive_a_state_that_is_donated():
+    """Check that `factors_from_state` and `eigenbasis` return no array of the state.
+
+    A stacked layer alone in its group takes the whole stack.
+    """
+
+    def loss(p, x):
+        return jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0] ** 2)
+
+    params, x = {"w": normal(0, 3, 4, 4)}, normal(1, N, 4)
+    found = kfac.find_layers(loss, params, x)
+    tx = kfac.kfac(0.1, found, preconditioner=kfac.EKFAC())
+    state = tx.init(params)
+    measure = kfac.statistics(loss, found)
+
+    def observed(state, basis):
+        return kfac.observe(state, measure(params, x, basis=basis))
+
+    state = observed(state, kfac.curvature.eigenbasis(state, found))
+    factors, basis = kfac.curvature.factors_from_state(state, found), kfac.curvature.eigenbasis(state, found)
+    expected = jax.device_get((factors, basis))
+    jax.jit(observed, donate_argnums=0)(state, basis)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((factors, basis)), expected)
