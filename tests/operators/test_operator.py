@@ -287,7 +287,7 @@ def test_the_factors_of_a_state_are_its_averages():
     found = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers()))({"some": (state,)})
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
-    with pytest.raises(ValueError, match="must hold one state"):
+    with pytest.raises(ValueError, match="must hold one K-FAC state"):
         kfac.curvature.factors_from_state({}, layers())
     # The state has as many blocks as on one device, but they are scattered over two.
     with pytest.raises(ValueError, match=r"must be the state of one device: call kfac\.state\.gather_state"):
