@@ -175,13 +175,13 @@ def test_one_prediction_for_many_positions(x64):
 @pytest.mark.slow
 def test_the_gradients_own_factors_are_not_drawn(x64):
     """Check that a leaf without exact rows is not in the factors."""
-    params, x = {"w": normal(0, D, OUT), "temperature": jnp.ones(())}, normal(9, N, D)
+    params, x = {"w": normal(0, D, OUT), "added": normal(1, D, OUT)}, normal(9, N, D)
 
     def loss(p, x):
-        z = kfac.mark_output(x @ p["w"] * jnp.exp(p["temperature"]), "categorical")
+        z = kfac.mark_output(x @ p["w"] + x @ jnp.cumsum(p["added"], 0), "categorical")
         return nll("categorical", z, targets("categorical", z)).mean()
 
-    assert kfac.find_layers(loss, params, x)["temperature"].kind == "gradient-factors"
+    assert kfac.find_layers(loss, params, x)["added"].kind == "gradient-factors"
     assert list(measured(loss, params, x)(params, x, fisher_key=jax.random.key(0))[2]) == ["w"]
 
 
