@@ -127,7 +127,9 @@ class KroneckerFinisher:
             # G = (n / s) sum g g^T with s positions per example.
             positions = self._rows[part] / n
             if role == "transposed":
-                transposed[part] = Kronecker(of_key.G * n, of_key.A / (n * positions))
+                transposed[part] = Kronecker(
+                    A=of_key.G * n, G=of_key.A / (n * positions)
+                )
             else:
                 direct[part] = self._of_part(of_key, positions)
         if not transposed:

@@ -403,6 +403,7 @@ def _note_reached(
         if op.name in equations.WITHOUT_GRADIENT:
             leaving = [NOT_AT_ALL] * len(leaving)
         elif op in roots:
+            # This is how an array reaches the results of `roots`.
             leaving = [Way.LIVE | Way.COMPUTED] * len(leaving)
         entering = _inputs_of(op, leaving, roots)
         together = _by_all(leaving)

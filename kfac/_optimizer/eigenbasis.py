@@ -70,9 +70,9 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
         for group in state.settings.groups:
             preconditioner = group.preconditioner_of(state.settings.preconditioner)
             block = block_of(state, comm, group.name)
-            basis = preconditioner.basis(block.preconditioner)
-            if basis is not None:
-                bases[group.name] = basis
+            vectors = preconditioner.basis(block.preconditioner)
+            if vectors is not None:
+                bases[group.name] = vectors
         return comm.gather(bases, state.settings.assignments)
 
     if mesh is not None:

@@ -33,6 +33,7 @@ from kfac._optimizer.state import (
     check_state,
 )
 from kfac._optimizer.step_scaling import (
+    Kernels,
     MomentumState,
     Stack,
     StepScalars,
@@ -247,7 +248,11 @@ def build_stack(
     """Build the `Stack` of a group. If its kernels are cut into pieces, `Stack.whole` adds up sums over pieces."""
     name = group.name
     kernels = find_kernels(group, device.options.spectral)
-    kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
+    # One row broadcasts over all blocks, which spares the devices a look-up of their own rows.
+    if all(np.all(x == x[0]) for x in kernels):
+        kernels = Kernels(*(jnp.asarray(x[:1]) for x in kernels))
+    else:
+        kernels = device.take(name, jax.tree.map(jnp.asarray, kernels))
     stack = Stack(steps, params, gradients, kernels, by_row=not group.kronecker)
     pieces = np.repeat(
         [layer.pieces for layer in group.layers],

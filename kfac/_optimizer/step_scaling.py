@@ -172,7 +172,7 @@ class Stack(NamedTuple):
       updates: `[k, d_in, d_out]`, the steps before their lengths are set.
       params: `[k, d_in, d_out]`, the parameters; None if no block is a kernel.
       gradients: `[k, d_in, d_out]`, averaged over the whole batch.
-      kernels: arrays `[k]`.
+      kernels: arrays `[k]`, or `[1]` if all blocks have the same properties.
       by_row: whether each row of a block is a separate leaf, such as a scale and a shift.
       whole: replaces each piece's sums by the totals over all pieces of its kernel, `[sums, k]` to `[sums, k]`. None if
         each block is a whole kernel.
