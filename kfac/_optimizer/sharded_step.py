@@ -22,7 +22,7 @@ from kfac._curvature.blocks import Group
 from kfac._distributed.comm import CommContext
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._factors import Factors
+from kfac._factors import Factors, Packed
 from kfac._layers import Layer
 from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
 from kfac._linalg import finite
@@ -48,6 +48,7 @@ from kfac._optimizer.state import (
 )
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
+from kfac._packing import pad_end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +164,21 @@ class ShardedStep(StepContext):
         gradients = {p: self.like_param(p, x) for p, x in factors.gradients.items()}
         stacks = stack_statistics(self, Factors(factors, gradients))
         for name, assignment in self.assignments.items():
-            stacks[name] = self.over_owners(stacks[name], assignment)
+            stack = stacks[name]
+            if isinstance(stack, Packed):
+                stack = jax.tree.map(self.over_elements, stack)
+            stacks[name] = self.over_owners(stack, assignment)
         return stacks
+
+    def over_elements(self, packed: Array) -> Array:
+        """Split packed statistics `[blocks, 1, elements]` over all devices along their elements.
+
+        This is how they come from the reduce-scatter. XLA moves them from here to their owners by an all-to-all.
+        Without the constraint, it would look for a layout before layers' copies and pieces became one axis of blocks,
+        find no such message, and gather all blocks on every device.
+        """
+        padded = pad_end(packed, -packed.shape[-1] % self.mesh.size)
+        return self.lying(padded, None, None, self.mesh.axis_names)
 
     def to_owners(self, tree: PyTree) -> Gradients:
         """Stack gradients or parameters.

@@ -122,6 +122,39 @@ def test_no_device_holds_the_sums_of_all_layers(scanned):
     assert grown[1] - grown[0] < 0.1 * sums, (grown, sums)
 
 
+def test_observe_sends_pieces_of_stacked_kernels_to_their_owners_only():
+    """Check that no device receives the statistics of all blocks, if blocks are copies times pieces."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    # Neither the copies nor the pieces alone are as many as the devices.
+    copies, d = 2, 64
+
+    def loss(params, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w)[:, :d], None
+
+        x, _ = lax.scan(layer, x, params)
+        return jnp.mean(jnp.sum(x**2, -1))
+
+    params = jax.ShapeDtypeStruct((copies, d, 2 * d), jnp.float32, sharding=NamedSharding(mesh, P(None, None, "data")))
+    batch = jax.ShapeDtypeStruct((16, d), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        layers = kfac.find_layers(loss, params, batch, max_factor_dim=d)
+        tx = kfac.kfac(0.1, layers)
+        shapes = jax.eval_shape(tx.init, params)
+        state = jax.tree.map(
+            lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), shapes, kfac.state.shardings(tx, params)
+        )
+
+        def observe(state, params, batch):
+            return kfac.observe(state, kfac.statistics(loss, layers, fraction=1)(params, batch))
+
+        program = jax.jit(observe).lower(state, params, batch).compile().as_text()
+    assert layers[0].num_blocks == (1, 2)
+    gathered = [sent for kind, sent, _, _ in messages.messages(program, DEVICES) if kind == "all-gather"]
+    # A kernel is gathered for the forward pass.
+    assert max(gathered) == 4 * d * 2 * d, gathered
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["shard_map", "mesh"])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
