@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,18 @@ from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes
 LossOfParams = Callable[[optax.Params], Array]
 
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
+
+
+class PlannedState(NamedTuple):
+    """State of an optimizer that corrects its steps after its quadratic model has planned them.
+
+    Attributes:
+      inner: the rest of the state.
+      step: the planned step, for which the model predicts the loss.
+    """
+
+    inner: Any
+    step: optax.Updates
 
 
 def adaptive_damping(
@@ -146,11 +159,14 @@ def adaptive_damping(
             updates, state.inner, params, value_fn=value_fn, **extra
         )
 
+        planned = changes
+        if isinstance(inner_state, PlannedState):
+            planned = inner_state.step
         count = optax.safe_increment(state.count)
         due = count % every == 0
         ratio, worse = lax.cond(
             due | (count <= every) | state.again,
-            lambda: _reduction_ratio(value_fn, params, changes, num_examples),
+            lambda: _reduction_ratio(value_fn, params, changes, planned, num_examples),
             _unmeasured,
         )
         factor = jnp.where(ratio < low, decay**-every, 1.0)
@@ -200,6 +216,7 @@ def _reduction_ratio(
     value_fn: LossOfParams,
     params: optax.Params,
     changes: optax.Updates,
+    planned: optax.Updates,
     num_examples: int | None,
 ) -> tuple[Array, Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
@@ -212,6 +229,7 @@ def _reduction_ratio(
       value_fn: the loss as a function of the parameters.
       params: the parameters before the step.
       changes: the step.
+      planned: the step for which the model predicts the change.
       num_examples: the number of examples over which the loss is averaged, or None.
     """
 
@@ -225,7 +243,7 @@ def _reduction_ratio(
     # `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.
     # So `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` takes a single forward pass (Martens 2020, section 9.2).
     axes = varying_axes(jax.eval_shape(value_fn, params))
-    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, changes)
+    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, planned)
     point, tangents = as_varying((params, tangents), axes)
     loss_fn = marked(value_fn, point, num_examples, "adaptive_damping")
     (loss, outputs), (slope, pushed) = jax.jvp(loss_fn.evaluate, (point,), (tangents,))

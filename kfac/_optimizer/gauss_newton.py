@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg as jsl
 import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
@@ -15,12 +17,14 @@ from kfac._capture.outputs import marked
 from kfac._checks import check, check_count, check_layers, check_number
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
-from kfac._mesh import device_axes
-from kfac._optimizer.adaptive_damping import adaptive_damping
+from kfac._mesh import device_axes, replicated
+from kfac._optimizer.adaptive_damping import PlannedState, adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
 Product = Callable[[Array], Array]
+
+CORRECTIONS = 4  # of an exact step
 
 
 def gauss_newton(
@@ -84,9 +88,30 @@ def gauss_newton(
         value_fn = lambda params: loss_fn(params, x)
         updates, opt_state = optimizer.update(grads, opt_state, params, value_fn=value_fn)
 
-    `update(grads, state, params, *, value_fn, curvature_fn=value_fn)` needs the batch's loss as a function of the
-    parameters alone. `curvature_fn` is the mean loss over a part of the batch. Products with `F` use this part, which
-    saves most of their time. To use several devices, place the parameters and the batch on a mesh.
+    `update(grads, state, params, *, value_fn, curvature_fn=value_fn, jacobian_fn=None)` needs the batch's loss as a
+    function of the parameters alone. `curvature_fn` is the mean loss over a part of the batch. Products with `F` use
+    this part, which saves most of their time. To use several devices, place the parameters and the batch on a mesh.
+
+    **Exact steps.** If the loss is half the squared norm of some residuals, and there are at most a few thousand
+    parameters or residuals, factorise the matrix instead of iterating. `jacobian_fn` returns the residuals and their
+    Jacobian, with the shapes of `jax.jacobian`. A gradient for each point costs little::
+
+        def residual(params, x):
+            return network(params, x) / len(points) ** 0.5
+
+        def jacobian_fn(params):
+            return jax.vmap(jax.value_and_grad(residual), (None, 0))(params, points)
+
+        optimizer = kfac.gauss_newton(1.0, layers, min_damping=1e-12)
+        grads = jax.grad(value_fn)(params)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, value_fn=value_fn, jacobian_fn=jacobian_fn
+        )
+
+    The factorised matrix has a row for each residual or for each parameter, whichever are fewer. Exact steps need no
+    `observe`, and no gradient either: under `jit`, XLA leaves `grads` out. Each step is corrected four times. A
+    correction evaluates the residuals after the step, and solves again with the same factors. In a narrow, curved
+    valley of the loss, corrected steps get along with a tenth of the damping or less.
 
     Args:
       learning_rate: the fraction of the minimising step, usually 1. With minibatches, let it fall to zero, because the
@@ -106,14 +131,15 @@ def gauss_newton(
 
     Raises:
       ValueError: an argument is out of range, `layers` does not come from `find_layers`, or has multipliers. `update`
-        raises the errors of `adaptive_damping`, and an error inside `shard_map` or `pmap`, or for both `num_examples`
-        and a `curvature_fn`.
+        raises the errors of `adaptive_damping`, an error inside `shard_map` or `pmap`, for a `curvature_fn` with
+        `num_examples` or a `jacobian_fn`, and for a Jacobian of other shapes.
 
     References:
       Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", 2015,
       https://arxiv.org/abs/1503.05671; Martens, "Deep learning via Hessian-free optimization", ICML 2010; Abreu et al.,
       "The Potential of Second-Order Optimization for LLMs: A Study with Full Gauss-Newton", 2025,
-      https://arxiv.org/abs/2510.09378
+      https://arxiv.org/abs/2510.09378; Transtrum and Sethna, "Improvements to the Levenberg-Marquardt algorithm for
+      nonlinear least-squares minimization", 2012, https://arxiv.org/abs/1201.5885
     """
     check(learning_rate=learning_rate, factor_ema_decay=factor_ema_decay)
     check_count("iterations", iterations, 0)
@@ -139,29 +165,60 @@ def gauss_newton(
         """Return the optimizer with a damping of `multiple` times the loss."""
 
         def init(params):
-            return preconditioner(1.0).init(params), optax.tree.zeros_like(params)
+            blocks = preconditioner(1.0).init(params)
+            return PlannedState(blocks, optax.tree.zeros_like(params))
 
-        def update(updates, state, params, *, value_fn, curvature_fn=None, **extra):
+        def update(
+            updates,
+            state,
+            params,
+            *,
+            value_fn,
+            curvature_fn=None,
+            jacobian_fn=None,
+            **extra,
+        ):
             if device_axes():
                 raise ValueError(
                     "gauss_newton measures the loss of the whole batch: use jax.jit on a mesh, not shard_map"
                 )
-            if curvature_fn is not None and num_examples is not None:
+            whole = num_examples is not None or jacobian_fn is not None
+            if curvature_fn is not None and whole:
+                given = "jacobian_fn" if jacobian_fn else f"num_examples={num_examples}"
                 raise ValueError(
-                    f"num_examples={num_examples} counts the whole batch's examples: leave curvature_fn out "
-                    "(in train_step: statistics_fraction=1)"
+                    f"{given} counts the whole batch's examples: leave curvature_fn out (in train_step: "
+                    "statistics_fraction=1)"
                 )
+            blocks, last = state
+            rate = value_at(learning_rate, blocks.count)
+            _, unravel = ravel_pytree(params)
+
+            def finish(step, blocks, planned):
+                def scaled(step):
+                    step = rate.astype(step.dtype) * step
+                    # Stay in place if the step is not finite.
+                    return unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
+
+                return scaled(step), PlannedState(blocks, scaled(planned))
+
+            if jacobian_fn is not None:
+                planned, step, damping = _solved(jacobian_fn, params, multiple)
+                # The blocks have no part in the step, so they need no statistics.
+                count = blocks.count
+                blocks = blocks._replace(
+                    count=optax.safe_increment(count),
+                    last_statistics_step=count,
+                    metrics=blocks.metrics._replace(
+                        damping=damping.astype(jnp.float32)
+                    ),
+                )
+                return finish(step, blocks, planned)
             model = marked(
                 curvature_fn or value_fn, params, num_examples, "gauss_newton"
             )
             value, root_of_tree = model.root(params)
-            _, unravel = ravel_pytree(params)
             gradient, _ = ravel_pytree(updates)
-            blocks, last = state
-            rate = value_at(learning_rate, blocks.count)
-            last, _ = ravel_pytree(last)
-            # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
-            damping = multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+            damping = _damping(multiple, value)
             tx = preconditioner(damping)
             direction, blocks = tx.update(updates, blocks, params)
 
@@ -171,14 +228,11 @@ def gauss_newton(
             def precondition(v):
                 return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
 
-            pair = jnp.stack([ravel_pytree(direction)[0], last])
+            pair = jnp.stack([ravel_pytree(direction)[0], ravel_pytree(last)[0]])
             step = _minimized(
                 pair, gradient, damping, root, precondition, iterations, min_gain
             )
-            step = rate.astype(step.dtype) * step
-            # Stay in place if the step is not finite.
-            step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
-            return step, (blocks, step)
+            return finish(step, blocks, step)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -191,6 +245,60 @@ def gauss_newton(
         maximum=1e6,
         num_examples=num_examples,
     )
+
+
+def _damping(multiple: Array, value: Array) -> Array:
+    # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
+    return multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+
+
+def _solved(
+    jacobian_fn: Callable,
+    params: optax.Params,
+    multiple: Array,
+) -> tuple[Array, Array, Array]:
+    """Return the step to the exact minimum of the quadratic model, the same step with corrections, and the damping.
+
+    For a step `s`, the model replaces the residuals `r(s)` by `r(0) + R s`. A correction replaces them by
+    `r(t) - R t + R s`, which is exact at the previous step `t`. The planned step soon leaves a narrow curved valley.
+    The corrected step follows the valley, and costs two triangular solves but no new Jacobian. To second order in the
+    step, the first correction is the geodesic acceleration of Transtrum & Sethna (2012).
+
+    Raises:
+      ValueError: the Jacobian does not have the shapes of `jax.jacobian`.
+    """
+    flat, unravel = ravel_pytree(params)
+    # Every device solves the whole system.
+    residuals, jacobian = replicated(jacobian_fn(params))
+    expected = jax.tree.map(lambda p: residuals.shape + p.shape, params)
+    found = jax.tree.map(jnp.shape, jacobian)
+    if found != expected:
+        raise ValueError(
+            f"jacobian_fn must return residuals and their Jacobian, with the shapes {expected}, but they are {found}"
+        )
+    leaves = [x.reshape(residuals.size, -1) for x in jax.tree.leaves(jacobian)]
+    rows = jnp.concatenate(leaves, axis=1)
+    damping = _damping(multiple, jnp.sum(jnp.square(residuals)) / 2)
+    product = functools.partial(jnp.matmul, precision="highest")
+    # Factorise the smaller of `R R^T` and `R^T R`.
+    wide = rows.shape[0] < rows.shape[1]
+    matrix = product(rows, rows.T) if wide else product(rows.T, rows)
+    # Keep the matrix positive definite in spite of rounding.
+    rounding = 8 * jnp.finfo(matrix.dtype).eps * jnp.trace(matrix)
+    factor = jsl.cho_factor(matrix + (damping + rounding) * jnp.eye(len(matrix)))
+
+    def minimum(residuals):
+        if wide:
+            return -product(rows.T, jsl.cho_solve(factor, residuals))
+        return -jsl.cho_solve(factor, product(rows.T, residuals))
+
+    def corrected(_, step):
+        after, _ = replicated(jacobian_fn(unravel(flat + step)))
+        return minimum(after.ravel() - product(rows, step))
+
+    planned = minimum(residuals.ravel())
+    step = lax.fori_loop(0, CORRECTIONS, corrected, planned)
+    return planned, step, damping
 
 
 class Search(NamedTuple):

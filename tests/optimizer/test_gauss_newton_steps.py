@@ -118,6 +118,94 @@ def residual(params, batch):
     return (params["scale"] * (jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]) - y)[:, 0]
 
 
+def residuals_of(params, batch):
+    """Return residuals whose halved squared norm is `loss_fn`."""
+    return residual(params, batch) / len(batch[0]) ** 0.5
+
+
+def exact_problem(n, rate=1.0):
+    """Return parameters, a batch of `n` examples, an optimizer and its compiled exact step."""
+    params, *_ = problem()
+    batch = normal(3, n, 3), normal(4, n, 1)
+    tx = kfac.gauss_newton(rate, kfac.find_layers(loss_fn, params, batch), min_damping=1e-12)
+
+    @jax.jit
+    def step(params, state, batch):
+        residuals = functools.partial(residuals_of, batch=batch)
+        functions = {
+            "value_fn": lambda params: loss_fn(params, batch),
+            "jacobian_fn": lambda params: (residuals(params), jax.jacobian(residuals)(params)),
+        }
+        return tx.update(jax.grad(loss_fn)(params, batch), state, params, **functions)
+
+    return params, batch, tx, step
+
+
+@pytest.mark.parametrize("n", [N, 30], ids=["more parameters", "more residuals"])
+def test_gauss_newton_with_jacobian_fn_takes_corrected_steps_of_dense_matrices(n):
+    params, batch, tx, step = exact_problem(n, lambda count: 1 / (1 + count))
+    flat, unravel = ravel_pytree(params)
+    residuals = jax.jit(lambda w: residuals_of(unravel(w), batch))
+    jacobian = jax.jit(jax.jacobian(residuals))
+    state = tx.init(params)
+    for k in range(2):
+        r, j = np.asarray(residuals(flat)), np.asarray(jacobian(flat))
+        damping = float(state.next_damping) * r @ r / 2
+        matrix = j.T @ j + damping * np.eye(len(flat))
+        expected = planned = -np.linalg.solve(matrix, j.T @ r)
+        for _ in range(4):
+            constant = np.asarray(residuals(flat + expected)) - j @ expected
+            expected = -np.linalg.solve(matrix, j.T @ constant)
+        assert not np.allclose(expected, planned, rtol=1e-2)
+        updates, state = step(unravel(flat), state, batch)
+        np.testing.assert_allclose(ravel_pytree(updates)[0], expected / (1 + k), rtol=1e-6, atol=1e-9)
+        assert float(kfac.diagnostics(state)["damping"]) == pytest.approx(damping, rel=1e-6)
+        # The ratio compares the corrected step to the prediction for the planned step.
+        planned = planned / (1 + k)
+        predicted = r @ j @ planned + np.sum((j @ planned) ** 2) / 2
+        moved = flat + ravel_pytree(updates)[0]
+        change = np.sum(np.asarray(residuals(moved)) ** 2) / 2 - r @ r / 2
+        assert float(state.reduction_ratio) == pytest.approx(change / predicted, rel=1e-5)
+        flat = moved
+
+
+def test_gauss_newton_with_jacobian_fn_solves_least_squares_in_few_steps():
+    params, batch, tx, step = exact_problem(N)
+    state = tx.init(params)
+    for _ in range(25):
+        updates, state = step(params, state, batch)
+        params = optax.apply_updates(params, updates)
+    assert float(loss_fn(params, batch)) < 1e-20
+    # Without statistics, there is nothing to warn of.
+    assert kfac.diagnostics(state)["statistics_age"] == 0
+
+
+def test_gauss_newton_with_jacobian_fn_on_four_devices_takes_the_step_of_one():
+    params, batch, tx, step = exact_problem(N)
+    mesh = Mesh(jax.devices()[:4], ("d",))
+    sharded = jax.device_put(batch, jax.NamedSharding(mesh, PartitionSpec("d")))
+    one, _ = step(params, tx.init(params), batch)
+    four, _ = step(params, tx.init(params), sharded)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), one, four)
+
+
+def test_gauss_newton_refuses_a_jacobian_of_other_shapes_and_two_curvatures():
+    params, batch, tx, _ = exact_problem(N)
+    residuals = functools.partial(residuals_of, batch=batch)
+    functions = {"value_fn": lambda params: loss_fn(params, batch)}
+
+    def transposed(params):
+        rows = jax.jacobian(residuals)(params)
+        return residuals(params), rows | {"w": jnp.swapaxes(rows["w"], 1, 2)}
+
+    with pytest.raises(ValueError, match=r"with the shapes .*'w': \(12, 3, 4\).* but they are .*'w': \(12, 4, 3\)"):
+        tx.update(params, tx.init(params), params, **functions, jacobian_fn=transposed)
+    with pytest.raises(ValueError, match=r"^jacobian_fn counts the whole .*: leave curvature_fn out"):
+        tx.update(
+            params, tx.init(params), params, **functions, curvature_fn=functions["value_fn"], jacobian_fn=transposed
+        )
+
+
 @pytest.mark.slow
 def test_it_finds_the_minimum_and_is_never_worse():
     params, _batch, _, tx, step = problem()

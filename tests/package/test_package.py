@@ -177,8 +177,8 @@ def _private_attributes(tree: ast.AST, packages: set[str]) -> list[str]:
 # JAX's documented modules, as far as the package uses them. All others, such as jax.interpreters, change without
 # notice, whether or not their names begin with an underscore. The only name from jax.core tells tracers from arrays.
 PUBLIC_MODULES = {"jax.ad_checkpoint", "jax.dtypes", "jax.errors", "jax.extend.core", "jax.flatten_util", "jax.lax",
-                  "jax.nn", "jax.numpy", "jax.ops", "jax.random", "jax.sharding", "jax.tree", "jax.tree_util",
-                  "jax.typing"}  # fmt: skip
+                  "jax.nn", "jax.numpy", "jax.ops", "jax.random", "jax.scipy.linalg", "jax.sharding",
+                  "jax.tree", "jax.tree_util", "jax.typing"}  # fmt: skip
 
 
 @functools.cache
