@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 
 from kfac._curvature.blocks import Group
 from kfac._curvature.preconditioner import Momentum
@@ -111,11 +111,14 @@ def precondition(
         preconditioner = group.preconditioner_of(settings.preconditioner)
         block = block_of(device.state, device.comm, name)
         ready = block.ready
-        gradient = gradients[name]
+        # Otherwise XLA for GPUs pads and copies bases while the activations still need the memory.
+        gradient, held = lax.optimization_barrier(
+            (gradients[name], block.preconditioner)
+        )
         if preconditioner.owns_momentum:
             advanced[name], result[name], angles[name] = (
                 preconditioner.precondition_momentum(
-                    block.preconditioner,
+                    held,
                     gradient,
                     damping_of_step(device, group, now.damping),
                     momentum,
@@ -124,9 +127,7 @@ def precondition(
             )
             continue
         # Stacks here are `[k, d_in, d_out]`, as most kernels lie in memory. Preconditioners take `[k, d_out, d_in]`.
-        applied = preconditioner.apply(
-            block.preconditioner, gradient.mT, now.damping
-        ).mT
+        applied = preconditioner.apply(held, gradient.mT, now.damping).mT
         # A block that was never refreshed keeps its gradient.
         result[name] = jnp.where(per_block(ready, applied), applied, gradient)
     return result, advanced, angles

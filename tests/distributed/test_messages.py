@@ -142,7 +142,9 @@ def test_observe_sends_pieces_of_stacked_kernels_to_their_owners_only():
         tx = kfac.kfac(0.1, layers)
         shapes = jax.eval_shape(tx.init, params)
         state = jax.tree.map(
-            lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), shapes, kfac.state.shardings(tx, params)
+            lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies),
+            shapes,
+            kfac.state.shardings(tx, params),
         )
 
         def observe(state, params, batch):
