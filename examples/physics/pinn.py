@@ -1,4 +1,4 @@
-"""Train physics-informed networks with K-FAC, Gauss-Newton and other methods, and compare errors over time.
+"""Train physics-informed networks with Gauss-Newton, exactly or by K-FAC, and other methods, and compare errors.
 
     taskset -c 0 python examples/physics/pinn.py run --seconds 60    # one core
     python examples/physics/pinn.py report                           # the table and docs/physics.png
@@ -23,10 +23,10 @@ from matplotlib.figure import Figure
 from equations import PROBLEMS, Problem, init, network, points
 from solvers import start
 
-# Each method's setting serves all equations: a rate, L-BFGS's memory, or the damping relative to the loss. K-FAC and
-# self-scaled Broyden need no setting.
-SETTINGS = {"adam": 1e-2, "soap": 1e-2, "lbfgs": 50.0, "ssbroyden": 0.0, "gauss-newton": 1e-4, "kfac": 0.0}
-NAMES = ["Adam", "SOAP", "L-BFGS", "self-scaled Broyden", "Gauss-Newton", "K-FAC"]
+# Each method's setting serves all equations: a rate, L-BFGS's memory, or the least damping of exact Gauss-Newton steps.
+# K-FAC and self-scaled Broyden need no setting.
+SETTINGS = {"adam": 1e-2, "soap": 1e-2, "lbfgs": 50.0, "ssbroyden": 0.0, "gauss-newton": 1e-12, "kfac": 0.0}
+NAMES = ["Adam", "SOAP", "L-BFGS", "self-scaled Broyden", "exact Gauss-Newton", "K-FAC"]
 LABELS = dict(zip(SETTINGS, NAMES, strict=True))
 KEYS = "problem", "method", "budget", "seed"
 HERE = Path(__file__).parent
@@ -117,13 +117,15 @@ def report(options: argparse.Namespace) -> None:
     drawn = {title: own for title, own in chosen.items() if all("curve" in row for row in own.values())}
     if not drawn:
         return
-    figure = Figure(figsize=(4 * len(drawn), 3.4), layout="constrained")
-    for axis, (title, own) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+    columns, lines = min(4, len(drawn)), -(-len(drawn) // 4)
+    figure = Figure(figsize=(4 * columns, 3.4 * lines), layout="constrained")
+    for place, (title, own) in enumerate(drawn.items(), 1):
+        axis = figure.add_subplot(lines, columns, place)
         for number, name in enumerate(methods):
             if name in own:
                 axis.semilogy(*zip(*own[name]["curve"], strict=True), label=LABELS[name], color=f"C{number}")
         axis.set(title=title, xlabel="seconds of the processor", ylabel="relative L2 error")
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods))
     figure.savefig(options.figure, dpi=100)
 
 

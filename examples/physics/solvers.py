@@ -5,12 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsl
 import optax
-from jax.flatten_util import ravel_pytree
 
 import kfac
-from equations import WEIGHT, Problem, at_point, derivative, residuals
+from equations import WEIGHT, Problem, at_point, residuals
 from soap import soap
 
 
@@ -44,34 +42,27 @@ def start(name: str, problem: Problem, batch: Any, params: Any, setting: float) 
     if name == "ssbroyden":
         return broyden(loss, params)
 
-    def along(params, directions, grads, damping):
-        """Return the Gauss-Newton model's best step in the directions' span (Martens & Grosse 2015, section 7)."""
-        products = jnp.stack([derivative(residual, params, d) for d in directions])
-        flat = jnp.stack([ravel_pytree(d)[0] for d in directions])
-        model = products @ products.T + damping * flat @ flat.T
-        model += jnp.diag(1e-10 * jnp.diag(model) + 1e-300)  # the first step has no previous step
-        return ravel_pytree(params)[1](-jnp.linalg.solve(model, flat @ ravel_pytree(grads)[0]) @ flat)
-
-    def gauss_newton(params, last, damping, fall, key):
-        r, pull = jax.vjp(residual, params)
-        damping = damping * 0.5 * r @ r  # times the loss, as in Levenberg-Marquardt
-        slope = lambda x, on_face: ravel_pytree(jax.grad(at_point)(params, problem, x, on_face))[0]  # noqa: E731
-        inside, outside = (jax.vmap(lambda x, face=face: slope(x, face))(batch[face]) for face in (False, True))
-        jacobian = jnp.concatenate([inside / len(inside) ** 0.5, outside * (WEIGHT / len(outside)) ** 0.5])
-        gram = jacobian @ jacobian.T
-        dual = jsl.solve(gram + (damping + 1e-14 * jnp.trace(gram)) * jnp.eye(len(r)), r, assume_a="pos")
-        direction = ravel_pytree(params)[1](jacobian.T @ dual)
-        step = along(params, [direction, last], pull(r)[0], damping)
-        lengths = 0.5 ** jnp.arange(8)
-        moved = lambda length: jax.tree.map(lambda p, s: p + length * s, params, step)  # noqa: E731
-        best = lengths[jnp.nanargmin(jax.lax.map(lambda length: loss(moved(length)), lengths))]
-        return moved(best), jax.tree.map(lambda s: best * s, step)
-
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    if name == "gauss-newton":
-        return nothing, gauss_newton
     loss_of = lambda params, batch: 0.5 * jnp.sum(residuals(params, problem, *batch) ** 2)  # noqa: E731
     layers = kfac.find_layers(loss_of, params, batch)
+    if name == "gauss-newton":
+        exact = kfac.gauss_newton(1.0, layers, min_damping=setting, num_examples=len(batch[0]))
+
+        def jacobian(params):
+            """Return all residuals and their Jacobian, a gradient for each point."""
+            slope = jax.grad(at_point)
+            inside, outside = (
+                jax.vmap(lambda x, face=face: slope(params, problem, x, face))(batch[face]) for face in (False, True)
+            )
+            joined = lambda x, y: jnp.concatenate([x / len(x) ** 0.5, y * (WEIGHT / len(y)) ** 0.5])  # noqa: E731
+            return residual(params), jax.tree.map(joined, inside, outside)
+
+        def gauss_newton(params, state, setting, fall, key):
+            grads = jax.grad(loss)(params)
+            updates, state = exact.update(grads, state, params, value_fn=loss, jacobian_fn=jacobian)
+            return optax.apply_updates(params, updates), state
+
+        return exact.init(params), gauss_newton
+
     measure = kfac.value_and_grad(loss_of, layers, fisher="expected", num_examples=len(batch[0]))
     whole = kfac.gauss_newton(1.0, layers, iterations=20, min_gain=0.02, num_examples=len(batch[0]))
 
