@@ -640,7 +640,8 @@ def report(records: list[dict[str, Any]]) -> None:
                 cells.append(f"{rate:g}: {np.mean(scores):.4f}{spread}{lost}" if scores else f"{rate:g}: -{lost}")
             if cells:
                 found = [r for r in records if (r["network"], r["method"]) == (name, method)]
-                print(f"  {method:14} " + "   ".join([*cells, verdict(found)]))
+                ending = verdict(found) if method in METHODS else "no longer searched: the setting is gone"
+                print(f"  {method:14} " + "   ".join([*cells, ending]))
 
 
 def verdict(records: list[dict[str, Any]]) -> str:
