@@ -102,7 +102,6 @@ def gauss_newton(
         def jacobian_fn(params):
             return jax.vmap(jax.value_and_grad(residual), (None, 0))(params, points)
 
-        optimizer = kfac.gauss_newton(1.0, layers, min_damping=1e-12)
         grads = jax.grad(value_fn)(params)
         updates, opt_state = optimizer.update(
             grads, opt_state, params, value_fn=value_fn, jacobian_fn=jacobian_fn
