@@ -284,7 +284,8 @@ def _solved(
     matrix = product(rows, rows.T) if wide else product(rows.T, rows)
     # Keep the matrix positive definite in spite of rounding.
     rounding = 8 * jnp.finfo(matrix.dtype).eps * jnp.trace(matrix)
-    factor = jsl.cho_factor(matrix + (damping + rounding) * jnp.eye(len(matrix)))
+    shift = (damping + rounding) * jnp.eye(len(matrix), dtype=matrix.dtype)
+    factor = jsl.cho_factor(matrix + shift)
 
     def minimum(residuals):
         if wide:
@@ -297,6 +298,8 @@ def _solved(
 
     planned = minimum(residuals.ravel())
     step = lax.fori_loop(0, CORRECTIONS, corrected, planned)
+    # The damping grows only if a step moves, so replace a step whose corrections diverged.
+    step = jnp.where(jnp.all(jnp.isfinite(step)), step, planned)
     return planned, step, damping
 
 

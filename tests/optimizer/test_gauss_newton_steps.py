@@ -189,6 +189,27 @@ def test_gauss_newton_with_jacobian_fn_on_four_devices_takes_the_step_of_one():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), one, four)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gauss_newton_with_jacobian_fn_rejects_steps_whose_corrections_are_not_finite(dtype):
+    params, x = {"w": jnp.full((1, 1), 10, dtype)}, jnp.ones((2, 1), dtype)
+    residuals = lambda params: jnp.log(x @ params["w"])  # noqa: E731
+    loss_fn = lambda params: 0.5 * jnp.sum(kfac.mark_output(residuals(params), "residual") ** 2)  # noqa: E731
+    layers = kfac.find_layers(lambda params, x: loss_fn(params), params, x)
+    # An undamped step from 10 ends at -13, where there is no logarithm.
+    tx = kfac.gauss_newton(1.0, layers, damping=1e-6, min_damping=1e-6, num_examples=1)
+    functions = {
+        "value_fn": loss_fn,
+        "jacobian_fn": lambda params: (residuals(params), jax.jacobian(residuals)(params)),
+    }
+    step = jax.jit(lambda params, state: tx.update(params, state, params, **functions))
+    state = tx.init(params)
+    for _ in range(30):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+    assert kfac.diagnostics(state)["rejected_steps"] > 3
+    np.testing.assert_allclose(params["w"], 1, rtol=1e-6)
+
+
 def test_gauss_newton_refuses_a_jacobian_of_other_shapes_and_two_curvatures():
     params, batch, tx, _ = exact_problem(N)
     residuals = functools.partial(residuals_of, batch=batch)
