@@ -22,15 +22,17 @@ WORSE = 3.0  # the damping grows by this factor when a step is rejected
 
 
 class PlannedState(NamedTuple):
-    """State of an optimizer that corrects its steps after its quadratic model has planned them.
+    """State of an optimizer that may know the change of the loss that its quadratic model predicts.
 
     Attributes:
       inner: the rest of the state.
-      step: the planned step, for which the model predicts the loss.
+      step: the last step.
+      predicted: the predicted change in units of the loss, after an update that knows it. Otherwise None.
     """
 
     inner: Any
     step: optax.Updates
+    predicted: Array | None = None
 
 
 def adaptive_damping(
@@ -159,14 +161,17 @@ def adaptive_damping(
             updates, state.inner, params, value_fn=value_fn, **extra
         )
 
-        planned = changes
+        predicted = None
         if isinstance(inner_state, PlannedState):
-            planned = inner_state.step
+            predicted = inner_state.predicted
+            inner_state = inner_state._replace(predicted=None)
         count = optax.safe_increment(state.count)
         due = count % every == 0
         ratio, worse = lax.cond(
             due | (count <= every) | state.again,
-            lambda: _reduction_ratio(value_fn, params, changes, planned, num_examples),
+            lambda: _reduction_ratio(
+                value_fn, params, changes, num_examples, predicted
+            ),
             _unmeasured,
         )
         factor = jnp.where(ratio < low, decay**-every, 1.0)
@@ -216,8 +221,8 @@ def _reduction_ratio(
     value_fn: LossOfParams,
     params: optax.Params,
     changes: optax.Updates,
-    planned: optax.Updates,
     num_examples: int | None,
+    predicted: Array | None,
 ) -> tuple[Array, Array]:
     """Return the reduction ratio, and whether the loss after the step is larger or not finite.
 
@@ -229,8 +234,8 @@ def _reduction_ratio(
       value_fn: the loss as a function of the parameters.
       params: the parameters before the step.
       changes: the step.
-      planned: the step for which the model predicts the change.
       num_examples: the number of examples over which the loss is averaged, or None.
+      predicted: the predicted change in units of the loss. None predicts it from the outputs that the loss marks.
     """
 
     def averaged(x):
@@ -240,18 +245,25 @@ def _reduction_ratio(
             return x
         return lax.pmean(as_varying(x, varying_axes(lax.axis_index(axes))), axes)
 
-    # `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of `-log p`.
-    # So `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` takes a single forward pass (Martens 2020, section 9.2).
-    axes = varying_axes(jax.eval_shape(value_fn, params))
-    tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, planned)
-    point, tangents = as_varying((params, tangents), axes)
-    loss_fn = marked(value_fn, point, num_examples, "adaptive_damping")
-    (loss, outputs), (slope, pushed) = jax.jvp(loss_fn.evaluate, (point,), (tangents,))
-    squares = [
-        jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, pushed)
-    ]
-    before = averaged(loss)
-    predicted = averaged(slope + sum(squares) / 2)
+    if predicted is not None:
+        before = averaged(value_fn(params))
+        predicted = predicted * before
+    else:
+        # `F = (1/n) sum_r J_r^T H_r J_r`, summed over the rows of the marked outputs, with the Hessian `H_r` of
+        # `-log p`. So `<d, F d> = (1/n) sum_r <J_r d, H_r J_r d>` takes a single forward pass (Martens 2020, section
+        # 9.2).
+        axes = varying_axes(jax.eval_shape(value_fn, params))
+        tangents = jax.tree.map(lambda p, d: d.astype(p.dtype), params, changes)
+        point, tangents = as_varying((params, tangents), axes)
+        loss_fn = marked(value_fn, point, num_examples, "adaptive_damping")
+        (loss, outputs), (slope, pushed) = jax.jvp(
+            loss_fn.evaluate, (point,), (tangents,)
+        )
+        squares = [
+            jnp.sum(jnp.square(root)) for root in loss_fn.times_root(outputs, pushed)
+        ]
+        before = averaged(loss)
+        predicted = averaged(slope + sum(squares) / 2)
     after = averaged(value_fn(optax.apply_updates(params, changes)))
     rounding = 8 * jnp.finfo(before.dtype).eps * jnp.abs(before)
     # Negated comparisons are also true for NaN.

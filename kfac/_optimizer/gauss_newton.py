@@ -92,9 +92,9 @@ def gauss_newton(
     function of the parameters alone. `curvature_fn` is the mean loss over a part of the batch. Products with `F` use
     this part, which saves most of their time. To use several devices, place the parameters and the batch on a mesh.
 
-    **Exact steps.** If the loss is half the squared norm of some residuals, and there are at most a few thousand
-    parameters or residuals, factorise the matrix instead of iterating. `jacobian_fn` returns the residuals and their
-    Jacobian, with the shapes of `jax.jacobian`. A gradient for each point costs little::
+    **Exact steps.** If the loss is a multiple of the squared norm of some residuals, and there are at most a few
+    thousand parameters or residuals, factorise the matrix instead of iterating. `jacobian_fn` returns the residuals
+    and their Jacobian, with the shapes of `jax.jacobian`. A gradient for each point costs little::
 
         def residual(params, x):
             return network(params, x) / len(points) ** 0.5
@@ -188,20 +188,18 @@ def gauss_newton(
                     f"{given} counts the whole batch's examples: leave curvature_fn out (in train_step: "
                     "statistics_fraction=1)"
                 )
-            blocks, last = state
+            blocks, last, _ = state
             rate = value_at(learning_rate, blocks.count)
             _, unravel = ravel_pytree(params)
 
-            def finish(step, blocks, planned):
-                def scaled(step):
-                    step = rate.astype(step.dtype) * step
-                    # Stay in place if the step is not finite.
-                    return unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
-
-                return scaled(step), PlannedState(blocks, scaled(planned))
+            def finish(step, blocks, predicted=None):
+                step = rate.astype(step.dtype) * step
+                # Stay in place if the step is not finite.
+                step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
+                return step, PlannedState(blocks, step, predicted)
 
             if jacobian_fn is not None:
-                planned, step, damping = _solved(jacobian_fn, params, multiple)
+                step, damping, predicted = _solved(jacobian_fn, params, multiple, rate)
                 # The blocks have no part in the step, so they need no statistics.
                 count = blocks.count
                 blocks = blocks._replace(
@@ -211,7 +209,7 @@ def gauss_newton(
                         damping=damping.astype(jnp.float32)
                     ),
                 )
-                return finish(step, blocks, planned)
+                return finish(step, blocks, predicted)
             model = marked(
                 curvature_fn or value_fn, params, num_examples, "gauss_newton"
             )
@@ -231,7 +229,7 @@ def gauss_newton(
             step = _minimized(
                 pair, gradient, damping, root, precondition, iterations, min_gain
             )
-            return finish(step, blocks, step)
+            return finish(step, blocks)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -255,8 +253,11 @@ def _solved(
     jacobian_fn: Callable,
     params: optax.Params,
     multiple: Array,
+    rate: Array,
 ) -> tuple[Array, Array, Array]:
-    """Return the step to the exact minimum of the quadratic model, the same step with corrections, and the damping.
+    """Return the corrected step to the minimum of the quadratic model, the damping, and the predicted change.
+
+    The prediction is for the step times `rate` before the corrections, in units of the loss.
 
     For a step `s`, the model replaces the residuals `r(s)` by `r(0) + R s`. A correction replaces them by
     `r(t) - R t + R s`, which is exact at the previous step `t`. The planned step soon leaves a narrow curved valley.
@@ -277,7 +278,8 @@ def _solved(
         )
     leaves = [x.reshape(residuals.size, -1) for x in jax.tree.leaves(jacobian)]
     rows = jnp.concatenate(leaves, axis=1)
-    damping = _damping(multiple, jnp.sum(jnp.square(residuals)) / 2)
+    loss = jnp.sum(jnp.square(residuals)) / 2
+    damping = _damping(multiple, loss)
     product = functools.partial(jnp.matmul, precision="highest")
     # Factorise the smaller of `R R^T` and `R^T R`.
     wide = rows.shape[0] < rows.shape[1]
@@ -300,7 +302,8 @@ def _solved(
     step = lax.fori_loop(0, CORRECTIONS, corrected, planned)
     # The damping grows only if a step moves, so replace a step whose corrections diverged.
     step = jnp.where(jnp.all(jnp.isfinite(step)), step, planned)
-    return planned, step, damping
+    after = residuals.ravel() + rate * product(rows, planned)
+    return step, damping, jnp.sum(jnp.square(after)) / 2 / loss - 1
 
 
 class Search(NamedTuple):
