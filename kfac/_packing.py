@@ -47,6 +47,25 @@ def pad_end(
     return jnp.pad(x, [*widths, *((0, count) for count in counts)])
 
 
+def join_stacks(*stacks: Array) -> Array:
+    """Concatenate along the first axis.
+
+    On CPUs, the operands are flat vectors, which XLA copies. With up to eight matrices it would compile a loop over
+    each of them, once for every kernel that reads the result.
+    """
+
+    def plain(*stacks):
+        return jnp.concatenate(stacks)
+
+    def flat(*stacks):
+        return plain(*map(jnp.ravel, stacks)).reshape(-1, *stacks[0].shape[1:])
+
+    # An array that is sharded over a mesh cannot be flattened.
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return plain(*stacks)
+    return lax.platform_dependent(*stacks, cpu=flat, default=plain)
+
+
 def packed_size(d: int) -> int:
     """Return the number of elements in a packed matrix `[d, d]`."""
     h = (d + 1) // 2

@@ -41,7 +41,7 @@ from kfac._factors import Block, Factors, Kronecker, Unitwise, diagonals, per_bl
 from kfac._layers import FactorShapes, Layer, Layers
 from kfac._linalg import add_diagonal
 from kfac._mesh import PyTree
-from kfac._packing import Shape, pad_end
+from kfac._packing import Shape, join_stacks, pad_end
 
 LayOut = Callable[[Layer, Array], Array]
 
@@ -258,7 +258,7 @@ class Group:
                 zeros = jnp.zeros((count, *moments), block.A.dtype)
                 block = dataclasses.replace(block, moments=zeros)
             blocks.append(block)
-        return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *blocks)
+        return jax.tree.map(join_stacks, *blocks)
 
     def of_gradients(self, gradients: Array) -> Block:
         """Form gradient factors, which are not scaled, from averaged gradients `[k, d_in, d_out]`."""
@@ -316,7 +316,7 @@ class Group:
                 rows = layer.to_pieces(matrix).mT
             _, d_in, d_out = rows.shape
             matrices.append(pad_end(rows, self.d_in - d_in, self.d_out - d_out))
-        return jnp.concatenate(matrices)
+        return join_stacks(*matrices)
 
     @property
     def starts(self) -> tuple[int, ...]:

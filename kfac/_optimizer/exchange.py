@@ -151,11 +151,14 @@ class WholeGradients(StepContext):
         steps = self.comm.gather(steps, self.assignments)
         starts = starts_of(groups)
         if self.comm.alone and self.options.set_lengths:
+            # Return zeros if the step is not usable. Without this `cond`, XLA for CPUs would compile the step length
+            # computation again for each leaf that is cut from a stack. If it knew the starts, it would also compile
+            # each cut separately.
             usable, steps, starts = lax.platform_dependent(
                 usable,
                 steps,
                 starts,
-                cpu=_if_usable,
+                cpu=lambda *x: lax.cond(x[0], lambda x: x, optax.tree.zeros_like, x),
                 default=lambda *same: same,
             )
         new: dict[str, Array] = {}
@@ -241,15 +244,6 @@ def all_finite(leaves: Iterable[Array]) -> Array:
 def starts_of(groups: Iterable[Group]) -> dict[int, Array]:
     """Return the starts for `Group.split_matrices`."""
     return {start: jnp.int32(start) for group in groups for start in group.starts}
-
-
-def _if_usable(usable: Array, *stacks: PyTree) -> PyTree:
-    """Return the arguments if the step is usable, otherwise zeros.
-
-    Without this `cond`, XLA for CPUs would compile the step length computation again for each leaf that is cut from a
-    stack. If it knew the starts, it would also compile each cut separately.
-    """
-    return lax.cond(usable, lambda x: x, optax.tree.zeros_like, (usable, *stacks))
 
 
 def join(vectors: Iterable[Array]) -> Array:
