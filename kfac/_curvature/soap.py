@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kfac._checks import check_range
-from kfac._curvature.eigh import condition_of, rotate
+from kfac._curvature.eigh import rotate
 from kfac._curvature.orthonormal import orthonormal
 from kfac._curvature.preconditioner import (
     BlockPreconditioner,
@@ -18,7 +18,7 @@ from kfac._curvature.preconditioner import (
     with_option_hints,
 )
 from kfac._factors import is_diagonal, per_block
-from kfac._linalg import cosine, exact_product, identities
+from kfac._linalg import cosine, exact_product, finite, identities
 
 
 class SOAPState(NamedTuple):
@@ -109,16 +109,18 @@ class SOAP(BlockPreconditioner):
 
     def refresh(self, state, factors, damping):
         """Advance both bases, reorder the squares accordingly, and transform the momentum to the new bases."""
-        a = orthogonal_iteration(state.A, factors.A)
-        g = orthogonal_iteration(state.G, factors.G)
+        a, a_order = orthogonal_iteration(state.A, factors.A)
+        g, g_order = orthogonal_iteration(state.G, factors.G)
         # Squares have no signs, so they cannot be rotated. Between refreshes eigenvectors mostly change places.
-        squares = jax.vmap(_reorder)(state.squares, a.order, g.order)
-        new = state._replace(A=a.vectors, G=g.vectors, squares=squares)
+        squares = jax.vmap(_reorder)(state.squares, a_order, g_order)
+        new = state._replace(A=a, G=g, squares=squares)
         # The momentum is a sum of gradients, so it is rotated out of the old basis and into the new basis.
         momentum = self._rotated(state, state.momentum, back=True)
         momentum = self._rotated(new, momentum, back=False)
-        condition = condition_of(jnp.abs(a.quotients), jnp.abs(g.quotients), damping)
-        return new._replace(momentum=momentum), condition
+        # `applied_condition` computes the condition numbers, in each step. Here, they only say whether both factors are
+        # finite: LAPACK may return a finite basis for a factor that is not.
+        usable = finite(factors.A) & finite(factors.G)
+        return new._replace(momentum=momentum), usable.astype(state.weight.dtype)
 
     def precondition_momentum(self, state, matrices, damping, momentum, ready):
         """Update squares and momentum in the eigenbasis, and divide the momentum by the root of the squares."""
@@ -183,25 +185,16 @@ class SOAP(BlockPreconditioner):
 FLOOR = 1e-2
 
 
-class IterationStep(NamedTuple):
-    """The result of an orthogonal iteration step for `k` matrices. For diagonals, `quotients` are their entries.
+def orthogonal_iteration(old: Array | None, stack: Array) -> tuple[Array | None, Array]:
+    """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step.
 
-    Attributes:
-      vectors: the new eigenvectors `[k, d, d]`, or None for the identity.
-      quotients: the Rayleigh quotients `q^T A q` of the old eigenvectors `q`, `[k, d]`, in descending order.
-      order: for each new eigenvector the index of the old eigenvector from which it is computed, `[k, d]`.
+    Returns:
+      The new eigenvectors `[k, d, d]`, or None for the identity, which a diagonal factor has; and for each of them the
+      index of the old eigenvector from which it is computed, `[k, d]`. Old eigenvectors are taken in descending order
+      of their Rayleigh quotients `q^T A q`.
     """
-
-    vectors: Array | None
-    quotients: Array
-    order: Array
-
-
-def orthogonal_iteration(old: Array | None, stack: Array) -> IterationStep:
-    """Update the approximate eigenvectors `old` of symmetric `[k, d, d]` by an orthogonal iteration step."""
     if old is None:
-        order = lax.broadcasted_iota(jnp.int32, stack.shape, 1)
-        return IterationStep(None, stack, order)
+        return None, lax.broadcasted_iota(jnp.int32, stack.shape, 1)
     image = exact_product(stack, old)
     quotients = jnp.sum(old * image, axis=1)
     # QR keeps the direction of the first column and subtracts it from all others. In descending order, the largest
@@ -212,7 +205,7 @@ def orthogonal_iteration(old: Array | None, stack: Array) -> IterationStep:
     # Adding a multiple of the old vectors adds the multiple to all eigenvalues and leaves the eigenvectors.
     image = image / jnp.where(mean > 0, mean, 1) + FLOOR * old
     image = jnp.take_along_axis(image, order[:, None], 2, mode="promise_in_bounds")
-    return IterationStep(orthonormal(image), quotients, order)
+    return orthonormal(image), order
 
 
 def _reorder(matrix: Array, rows: Array, columns: Array) -> Array:
