@@ -390,12 +390,15 @@ def spectral_norm(stack: Array) -> Array:
 
     # An irregular vector, so that no symmetry of a network makes it orthogonal to the first singular vector.
     start = np.cos(1.0 + np.arange(stack.shape[-1]) ** 1.5)
-    start = jnp.asarray(start, stack.dtype)
-    # The loop compiles its body once. The first iteration runs outside, so that the loop's initial value varies over
-    # the same mesh axes as the stack.
-    first = iterate(jnp.broadcast_to(start, (len(stack), len(start))))
-    vectors = lax.fori_loop(2, POWER_ITERATIONS, lambda _, now: iterate(now), first)
-    last = iterate(vectors)
+    # The zeros let the loop's initial value vary over the same mesh axes as the stack.
+    begin = jnp.asarray(start, stack.dtype) + 0 * scaled[:, 0]
+    # A loop compiles its body once. It keeps the vectors before the last iteration, too.
+    last, vectors = lax.fori_loop(
+        0,
+        POWER_ITERATIONS,
+        lambda _, now: (iterate(now[0]), now[0]),
+        (begin, begin),
+    )
     # The product of `K^T K v` and `v` is the square of the norm of `K v`.
     squares = sums([last * last, last * vectors])
     return safe_ratio(jnp.sqrt(safe_ratio(*squares)), scale)
