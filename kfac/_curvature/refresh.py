@@ -86,18 +86,6 @@ def in_portions(
     )
 
 
-def one_by_one(
-    fn: Callable[..., PyTree],
-    *stacks: PyTree,
-) -> PyTree:
-    """Apply `fn` to each member of `stacks`, on CPUs one after another, and stack the results."""
-
-    def portion(width, *stacks):
-        return lax.map(lambda members: fn(*members), stacks, batch_size=width)
-
-    return in_portions(portion, len(jax.tree.leaves(stacks)[0]), *stacks)
-
-
 def _refresh(
     preconditioner: BlockPreconditioner,
     width: int,

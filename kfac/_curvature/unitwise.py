@@ -86,10 +86,8 @@ def _inverse_2x2(
     minor = a * d - b * b
     minor = jnp.where(moment, jnp.maximum(minor, 0), minor)
     determinant = minor + shift * (a + d) + shift * shift
-    first = jnp.stack([d + shift, -b], axis=-1)
-    second = jnp.stack([-b, a + shift], axis=-1)
-    adjugate = jnp.stack([first, second], axis=-2)
-    inverse = adjugate / (determinant * scale)[..., None, None]
+    adjugate = jnp.stack([d + shift, -b, -b, a + shift], axis=-1)
+    inverse = adjugate.reshape(f.shape) / (determinant * scale)[..., None, None]
     condition = (jnp.maximum(a, d) + shift + jnp.abs(b)) ** 2 / determinant
     definite = (scale > 0) & (a + shift > 0) & (d + shift > 0) & (determinant > 0)
     return inverse, condition, definite

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from kfac._checks import check_layers
 from kfac._curvature.blocks import check_factors, group_layers
-from kfac._curvature.refresh import one_by_one
 from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 from kfac._mesh import on_mesh
@@ -100,4 +99,5 @@ def _eigenvectors(factor: Array) -> Array:
         return lax.linalg.eigh(matrix.mT, symmetrize_input=False)[0]
 
     matrices = factor.reshape(-1, *factor.shape[-2:])
-    return one_by_one(vectors, matrices).reshape(factor.shape)
+    # One matrix after another: on CPUs, see `in_portions`; on CUDA, a stack is a loop over its matrices anyway.
+    return lax.map(vectors, matrices).reshape(factor.shape)

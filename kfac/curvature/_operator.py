@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 from optax import Params
 
@@ -26,7 +26,6 @@ from kfac._curvature.preconditioner import (
     check_preconditioner,
     damping_of_blocks,
 )
-from kfac._curvature.refresh import one_by_one
 from kfac._factors import Basis, Factors, static
 from kfac._layers import Layer, Layers
 from kfac._leaves import map_by_path
@@ -376,14 +375,15 @@ def _decompose(
         stack.preconditioner if preconditioner.uses_example_moments else None
     )
 
-    def spectrum(*members):
+    def spectrum(members):
         stacks_of_one = jax.tree.map(lambda x: x[None], members)
         return jax.tree.map(
             lambda x: x[0], OperatorBlock(*preconditioner.spectrum(*stacks_of_one))
         )
 
     amounts = damping_of_blocks(preconditioner, stack.factors, damping)
-    spectra = one_by_one(spectrum, preconditioner_state, stack.factors, amounts)
+    # One block after another, see `in_portions` in `_curvature/refresh.py`.
+    spectra = lax.map(spectrum, (preconditioner_state, stack.factors, amounts))
     blocks = {}
     for layer, part in group.split(spectra):
         # A unit-wise layer is a single stack entry, whose own leading axis holds the channels.
