@@ -58,7 +58,8 @@ def join_stacks(*stacks: Array) -> Array:
         return jnp.concatenate(stacks)
 
     def flat(*stacks):
-        return plain(*map(jnp.ravel, stacks)).reshape(-1, *stacks[0].shape[1:])
+        count = sum(len(x) for x in stacks)
+        return plain(*map(jnp.ravel, stacks)).reshape(count, *stacks[0].shape[1:])
 
     # An array that is sharded over a mesh cannot be flattened.
     if jax.sharding.get_abstract_mesh().size > 1:

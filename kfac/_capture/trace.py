@@ -173,21 +173,13 @@ def trace(
     closed, rebuild = jaxpr_of(arrays)
 
     def compared(batch: Batch) -> Program:
-        program = flat(closed)
-        needed = {program.outputs[0]}
-        for op in reversed(program.ops):
-            if not needed.isdisjoint(op.outputs):
-                needed.update(op.inputs)
-        # Nothing that the loss depends on grows with arrays that only the auxiliary output needs, such as batch-norm
-        # averages, so spare another trace.
-        places = [len(names) + leaf.position for leaf in batch.leaves]
-        if needed.isdisjoint(program.inputs[k] for k in places):
-            return program
         larger = list[Any](arrays)
         for leaf in batch.leaves:
-            aval: Any = jax.typeof(arrays[leaf.position])
-            rows, *rest = aval.shape
-            larger[leaf.position] = aval.update(shape=(2 * rows, *rest))
+            x = arrays[leaf.position]
+            aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+            twice = (2 * aval.shape[0], *aval.shape[1:])
+            larger[leaf.position] = aval.update(shape=twice)
+        program = flat(closed)
         twin, _ = jaxpr_of(larger)
         compare(program, flat(twin), alike=batch.num_examples != 1)
         return program

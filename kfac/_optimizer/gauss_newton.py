@@ -93,14 +93,15 @@ def gauss_newton(
     this part, which saves most of their time. To use several devices, place the parameters and the batch on a mesh.
 
     **Exact steps.** If the loss is a multiple of the squared norm of some residuals, and there are at most a few
-    thousand parameters or residuals, factorise the matrix instead of iterating. `jacobian_fn` returns the residuals
-    and their Jacobian, with the shapes of `jax.jacobian`. A gradient for each point costs little::
+    thousand parameters or residuals, factorise the matrix instead of iterating. `jacobian_fn` returns one
+    array of residuals and their Jacobian, with the shapes of `jax.jacobian`. A gradient for each point costs little.
+    No output has to be marked, and `train_step` cannot take exact steps::
 
-        def residual(params, x):
-            return network(params, x) / len(points) ** 0.5
+        def residual(params, point):
+            return network(params, point)[0] / len(x) ** 0.5
 
         def jacobian_fn(params):
-            return jax.vmap(jax.value_and_grad(residual), (None, 0))(params, points)
+            return jax.vmap(jax.value_and_grad(residual), (None, 0))(params, x)
 
         grads = jax.grad(value_fn)(params)
         updates, opt_state = optimizer.update(
@@ -190,23 +191,30 @@ def gauss_newton(
                 )
             blocks, last, _ = state
             rate = value_at(learning_rate, blocks.count)
-            _, unravel = ravel_pytree(params)
+            flat, unravel = ravel_pytree(params)
+
+            def as_params(vector):
+                # Products with data in a wider dtype are wider, too.
+                return unravel(vector.astype(flat.dtype))
 
             def finish(step, blocks, predicted=None):
                 step = rate.astype(step.dtype) * step
                 # Stay in place if the step is not finite.
-                step = unravel(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
+                step = as_params(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
                 return step, PlannedState(blocks, step, predicted)
 
             if jacobian_fn is not None:
                 step, damping, predicted = _solved(jacobian_fn, params, multiple, rate)
                 # The blocks have no part in the step, so they need no statistics.
                 count = blocks.count
+                metrics = blocks.metrics
+                broken = ~jnp.all(jnp.isfinite(step))
                 blocks = blocks._replace(
                     count=optax.safe_increment(count),
                     last_statistics_step=count,
-                    metrics=blocks.metrics._replace(
-                        damping=damping.astype(jnp.float32)
+                    metrics=metrics._replace(
+                        damping=damping.astype(jnp.float32),
+                        skipped_steps=metrics.skipped_steps + broken,
                     ),
                 )
                 return finish(step, blocks, predicted)
@@ -220,10 +228,10 @@ def gauss_newton(
             direction, blocks = tx.update(updates, blocks, params)
 
             def root(v):
-                return ravel_pytree(root_of_tree(unravel(v)))[0]
+                return ravel_pytree(root_of_tree(as_params(v)))[0]
 
             def precondition(v):
-                return ravel_pytree(tx.update(unravel(v), blocks, params)[0])[0]
+                return ravel_pytree(tx.update(as_params(v), blocks, params)[0])[0]
 
             pair = jnp.stack([ravel_pytree(direction)[0], ravel_pytree(last)[0]])
             step = _minimized(
@@ -268,16 +276,29 @@ def _solved(
       ValueError: the Jacobian does not have the shapes of `jax.jacobian`.
     """
     flat, unravel = ravel_pytree(params)
-    # Every device solves the whole system.
-    residuals, jacobian = replicated(jacobian_fn(params))
-    expected = jax.tree.map(lambda p: residuals.shape + p.shape, params)
-    found = jax.tree.map(jnp.shape, jacobian)
+
+    def evaluate(params):
+        # Every device solves the whole system.
+        made = replicated(jacobian_fn(params))
+        if not (isinstance(made, tuple) and len(made) == 2 and _is_real(made[0])):
+            raise ValueError(
+                "jacobian_fn must return a pair: one array of real residuals, and their Jacobian as of jax.jacobian. "
+                "Join several arrays, and real and imaginary parts, with jnp.concatenate"
+            )
+        return made
+
+    residuals, jacobian = evaluate(params)
+    expected = _shapes(params, residuals.shape)
+    found = _shapes(jacobian)
     if found != expected:
         raise ValueError(
             f"jacobian_fn must return residuals and their Jacobian, with the shapes {expected}, but they are {found}"
         )
     leaves = [x.reshape(residuals.size, -1) for x in jax.tree.leaves(jacobian)]
     rows = jnp.concatenate(leaves, axis=1)
+    # Factorise in float32 at least.
+    rows = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    residuals = residuals.ravel().astype(rows.dtype)
     loss = jnp.sum(jnp.square(residuals)) / 2
     damping = _damping(multiple, loss)
     product = functools.partial(jnp.matmul, precision="highest")
@@ -295,15 +316,24 @@ def _solved(
         return -jsl.cho_solve(factor, product(rows.T, residuals))
 
     def corrected(_, step):
-        after, _ = replicated(jacobian_fn(unravel(flat + step)))
-        return minimum(after.ravel() - product(rows, step))
+        after, _ = evaluate(unravel((flat + step).astype(flat.dtype)))
+        return minimum(after.ravel().astype(rows.dtype) - product(rows, step))
 
-    planned = minimum(residuals.ravel())
+    planned = minimum(residuals)
     step = lax.fori_loop(0, CORRECTIONS, corrected, planned)
     # The damping grows only if a step moves, so replace a step whose corrections diverged.
     step = jnp.where(jnp.all(jnp.isfinite(step)), step, planned)
-    after = residuals.ravel() + rate * product(rows, planned)
+    after = residuals + rate * product(rows, planned)
     return step, damping, jnp.sum(jnp.square(after)) / 2 / loss - 1
+
+
+def _is_real(x: object) -> bool:
+    return hasattr(x, "shape") and not jnp.iscomplexobj(x)
+
+
+def _shapes(tree: optax.Params, lead: tuple[int, ...] = ()) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {lead + x.shape}" for path, x in leaves]
 
 
 class Search(NamedTuple):

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import kfac
+from checking import normal
 from exact import dense
 
 LARGE, SMALL, WEIGHT = 96, 32, 2.0
@@ -337,3 +338,17 @@ def test_find_layers_with_named_arguments_takes_hidden_examples():
     assert layers.num_examples is None
     _, _, factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=8))(params, x, y)
     np.testing.assert_allclose(factors["w"].A, np.ones((3, 3)))
+
+
+def test_find_layers_takes_a_batch_of_which_the_loss_reads_only_the_length():
+    """A generator draws as many samples as there are real examples. Another argument has another length."""
+
+    def loss(params, real, anchors, key):
+        drawn = jnp.tanh(jax.random.normal(key, real.shape) @ params["hidden"]) @ params["out"]
+        return jnp.mean(jnp.sum(jnp.tanh(drawn @ anchors.T) ** 2, -1))
+
+    key = jax.random.key(0)
+    params = {"hidden": normal(0, 3, 4), "out": normal(1, 4, 3)}
+    found = kfac.find_layers(loss, params, jnp.ones((8, 3)), normal(2, 5, 3), key)
+    assert found.num_examples == 8
+    assert [layer.kind for layer in found] == ["dense", "dense"]

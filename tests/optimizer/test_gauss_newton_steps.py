@@ -211,6 +211,52 @@ def test_gauss_newton_with_jacobian_fn_rejects_steps_whose_corrections_are_not_f
     np.testing.assert_allclose(params["w"], 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "K-FAC"])
+def test_gauss_newton_keeps_the_dtypes_of_parameters_beside_data_in_float64(exact):
+    params, batch, tx, _ = exact_problem(N)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16 if x.ndim == 1 else jnp.float32), params)
+    residuals = functools.partial(residuals_of, batch=batch)
+    functions = {"value_fn": lambda params: loss_fn(params, batch)}
+    if exact:
+        functions["jacobian_fn"] = lambda params: (residuals(params), jax.jacobian(residuals)(params))
+
+    def step(carry, _):
+        params, state = carry
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params, **functions)
+        return (optax.apply_updates(params, updates), state), loss_fn(params, batch)
+
+    _, losses = jax.lax.scan(step, (narrow, tx.init(narrow)), None, length=4)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_gauss_newton_counts_an_exact_step_with_broken_residuals_as_skipped():
+    params, batch, tx, step = exact_problem(N)
+    broken = jax.tree.map(lambda x: x.at[0].set(jnp.nan), batch)
+    updates, state = step(params, tx.init(params), broken)
+    assert not any(jnp.any(x) for x in jax.tree.leaves(updates))
+    assert kfac.diagnostics(state)["skipped_steps"] == 1
+
+
+def test_gauss_newton_with_jacobian_fn_takes_one_array_of_real_residuals():
+    params, batch, tx, _ = exact_problem(N)
+    residuals = functools.partial(residuals_of, batch=batch)
+
+    def pair(params):
+        return residuals(params), jax.jacobian(residuals)(params)
+
+    def tuples(params):
+        r, rows = pair(params)
+        return (r, r), (rows, rows)
+
+    def complex_numbers(params):
+        return jax.tree.map(lambda x: 1j * x, pair(params))
+
+    for wrong in (residuals, tuples, complex_numbers):
+        with pytest.raises(ValueError, match=r"^jacobian_fn must return a pair: one array of real residuals"):
+            tx.update(params, tx.init(params), params, value_fn=lambda p: loss_fn(p, batch), jacobian_fn=wrong)
+
+
 def test_gauss_newton_refuses_a_jacobian_of_other_shapes_and_two_curvatures():
     params, batch, tx, _ = exact_problem(N)
     residuals = functools.partial(residuals_of, batch=batch)
@@ -220,7 +266,9 @@ def test_gauss_newton_refuses_a_jacobian_of_other_shapes_and_two_curvatures():
         rows = jax.jacobian(residuals)(params)
         return residuals(params), rows | {"w": jnp.swapaxes(rows["w"], 1, 2)}
 
-    with pytest.raises(ValueError, match=r"with the shapes .*'w': \(12, 3, 4\).* but they are .*'w': \(12, 4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"with the shapes .*\['w'\] \(12, 3, 4\).* but they are .*\['w'\] \(12, 4, 3\)"
+    ):
         tx.update(params, tx.init(params), params, **functions, jacobian_fn=transposed)
     with pytest.raises(ValueError, match=r"^jacobian_fn counts the whole .*: leave curvature_fn out"):
         tx.update(
