@@ -61,8 +61,8 @@ def join_stacks(*stacks: Array) -> Array:
         count = sum(len(x) for x in stacks)
         return plain(*map(jnp.ravel, stacks)).reshape(count, *stacks[0].shape[1:])
 
-    # An array that is sharded over a mesh cannot be flattened.
-    if jax.sharding.get_abstract_mesh().size > 1:
+    # A single stack is joined already. An array that is sharded over a mesh cannot be flattened.
+    if len(stacks) == 1 or jax.sharding.get_abstract_mesh().size > 1:
         return plain(*stacks)
     return lax.platform_dependent(*stacks, cpu=flat, default=plain)
 
@@ -129,9 +129,10 @@ def as_vectors(
     return x.reshape(*lead, math.prod(shape[:-2]), -1)
 
 
-def pad_to_devices(flat: Array) -> Array:
-    """Pad vectors with zeros, so that the number of elements is a multiple of the mesh size."""
-    devices = max(1, jax.sharding.get_abstract_mesh().size)
+def pad_to_devices(flat: Array, devices: int | None = None) -> Array:
+    """Pad vectors with zeros to a multiple of `devices` elements, by default of the mesh size."""
+    if devices is None:
+        devices = max(1, jax.sharding.get_abstract_mesh().size)
     return pad_end(flat, -flat.shape[-1] % devices)
 
 

@@ -32,7 +32,7 @@ from kfac._distributed.owners import (
     lay_out_rounds,
 )
 from kfac._mesh import AxisNames, PyTree, as_varying, axis_size, varying_axes
-from kfac._packing import cut, flatten, pad_end, unflatten
+from kfac._packing import cut, flatten, pad_to_devices, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class CommContext:
                 gathered[name].append(lax.all_gather(full, owners, tiled=True, to=to))
             if assignment.rest:
                 last = jnp.where(self.owns(assignment)[-1], x[-1:], 0)
-                last = pad_end(last, -last.shape[1] % self.devices)
+                last = pad_to_devices(last, self.devices)
                 shares[name] = last.reshape(self.devices, -1)
         if shares:
             # Row `d` holds this device's share of device `d`'s blocks.

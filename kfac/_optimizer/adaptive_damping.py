@@ -21,7 +21,7 @@ LossOfParams = Callable[[optax.Params], Array]
 WORSE = 3.0  # the damping grows by this factor when a step is rejected
 
 
-class PlannedState(NamedTuple):
+class PredictingState(NamedTuple):
     """State of an optimizer that may know the change of the loss that its quadratic model predicts.
 
     Attributes:
@@ -162,7 +162,7 @@ def adaptive_damping(
         )
 
         predicted = None
-        if isinstance(inner_state, PlannedState):
+        if isinstance(inner_state, PredictingState):
             predicted = inner_state.predicted
             inner_state = inner_state._replace(predicted=None)
         count = optax.safe_increment(state.count)

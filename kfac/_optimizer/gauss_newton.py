@@ -17,8 +17,9 @@ from kfac._capture.outputs import marked
 from kfac._checks import check, check_count, check_layers, check_number
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
+from kfac._linalg import exact_product
 from kfac._mesh import device_axes, replicated
-from kfac._optimizer.adaptive_damping import PlannedState, adaptive_damping
+from kfac._optimizer.adaptive_damping import PredictingState, adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
 
@@ -166,7 +167,7 @@ def gauss_newton(
 
         def init(params):
             blocks = preconditioner(1.0).init(params)
-            return PlannedState(blocks, optax.tree.zeros_like(params))
+            return PredictingState(blocks, optax.tree.zeros_like(params))
 
         def update(
             updates,
@@ -191,17 +192,13 @@ def gauss_newton(
                 )
             blocks, last, _ = state
             rate = value_at(learning_rate, blocks.count)
-            flat, unravel = ravel_pytree(params)
-
-            def as_params(vector):
-                # Products with data in a wider dtype are wider, too.
-                return unravel(vector.astype(flat.dtype))
+            _, as_params = _raveled(params)
 
             def finish(step, blocks, predicted=None):
                 step = rate.astype(step.dtype) * step
                 # Stay in place if the step is not finite.
                 step = as_params(jnp.where(jnp.all(jnp.isfinite(step)), step, 0))
-                return step, PlannedState(blocks, step, predicted)
+                return step, PredictingState(blocks, step, predicted)
 
             if jacobian_fn is not None:
                 step, damping, predicted = _solved(jacobian_fn, params, multiple, rate)
@@ -252,6 +249,13 @@ def gauss_newton(
     )
 
 
+def _raveled(params: optax.Params) -> tuple[Array, Callable]:
+    """Return the parameters as a vector, and the function that turns a vector into a tree of the parameters' dtypes."""
+    flat, unravel = ravel_pytree(params)
+    # Products with data in a wider dtype are wider, too.
+    return flat, lambda vector: unravel(vector.astype(flat.dtype))
+
+
 def _damping(multiple: Array, value: Array) -> Array:
     # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
     return multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
@@ -275,7 +279,7 @@ def _solved(
     Raises:
       ValueError: the Jacobian does not have the shapes of `jax.jacobian`.
     """
-    flat, unravel = ravel_pytree(params)
+    flat, as_params = _raveled(params)
 
     def evaluate(params):
         # Every device solves the whole system.
@@ -304,7 +308,8 @@ def _solved(
     product = functools.partial(jnp.matmul, precision="highest")
     # Factorise the smaller of `R R^T` and `R^T R`.
     wide = rows.shape[0] < rows.shape[1]
-    matrix = product(rows, rows.T) if wide else product(rows.T, rows)
+    short = rows if wide else rows.T
+    matrix = exact_product(short, short.T)
     # Keep the matrix positive definite in spite of rounding.
     rounding = 8 * jnp.finfo(matrix.dtype).eps * jnp.trace(matrix)
     shift = (damping + rounding) * jnp.eye(len(matrix), dtype=matrix.dtype)
@@ -316,7 +321,7 @@ def _solved(
         return -jsl.cho_solve(factor, product(rows.T, residuals))
 
     def corrected(_, step):
-        after, _ = evaluate(unravel((flat + step).astype(flat.dtype)))
+        after, _ = evaluate(as_params(flat + step))
         return minimum(after.ravel().astype(rows.dtype) - product(rows, step))
 
     planned = minimum(residuals)

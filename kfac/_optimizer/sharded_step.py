@@ -48,7 +48,7 @@ from kfac._optimizer.state import (
 )
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
-from kfac._packing import pad_end
+from kfac._packing import pad_to_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ShardedStep(StepContext):
         Without the constraint, it would look for a layout before layers' copies and pieces became one axis of blocks,
         find no such message, and gather all blocks on every device.
         """
-        padded = pad_end(packed, -packed.shape[-1] % self.mesh.size)
+        padded = pad_to_devices(packed, self.mesh.size)
         return self.lying(padded, None, None, self.mesh.axis_names)
 
     def to_owners(self, tree: PyTree) -> Gradients:

@@ -140,12 +140,7 @@ def test_observe_sends_pieces_of_stacked_kernels_to_their_owners_only():
     with jax.set_mesh(mesh):
         layers = kfac.find_layers(loss, params, batch, max_factor_dim=d)
         tx = kfac.kfac(0.1, layers)
-        shapes = jax.eval_shape(tx.init, params)
-        state = jax.tree.map(
-            lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies),
-            shapes,
-            kfac.state.shardings(tx, params),
-        )
+        state = messages.abstract(jax.eval_shape(tx.init, params), kfac.state.shardings(tx, params))
 
         def observe(state, params, batch):
             return kfac.observe(state, kfac.statistics(loss, layers, fraction=1)(params, batch))

@@ -123,6 +123,11 @@ def residuals_of(params, batch):
     return residual(params, batch) / len(batch[0]) ** 0.5
 
 
+def with_jacobian(residuals):
+    """Return a `jacobian_fn` for `gauss_newton`."""
+    return lambda params: (residuals(params), jax.jacobian(residuals)(params))
+
+
 def exact_problem(n, rate=1.0):
     """Return parameters, a batch of `n` examples, an optimizer and its compiled exact step."""
     params, *_ = problem()
@@ -135,7 +140,7 @@ def exact_problem(n, rate=1.0):
         functions = {
             # Any multiple of the squared norm will do, and no output is marked.
             "value_fn": lambda params: 3 * jnp.sum(jnp.square(residuals(params))),
-            "jacobian_fn": lambda params: (residuals(params), jax.jacobian(residuals)(params)),
+            "jacobian_fn": with_jacobian(residuals),
         }
         return tx.update(jax.grad(loss_fn)(params, batch), state, params, **functions)
 
@@ -200,7 +205,7 @@ def test_gauss_newton_with_jacobian_fn_rejects_steps_whose_corrections_are_not_f
     tx = kfac.gauss_newton(1.0, layers, damping=1e-6, min_damping=1e-6, num_examples=1)
     functions = {
         "value_fn": loss_fn,
-        "jacobian_fn": lambda params: (residuals(params), jax.jacobian(residuals)(params)),
+        "jacobian_fn": with_jacobian(residuals),
     }
     step = jax.jit(lambda params, state: tx.update(params, state, params, **functions))
     state = tx.init(params)
@@ -218,7 +223,7 @@ def test_gauss_newton_keeps_the_dtypes_of_parameters_beside_data_in_float64(exac
     residuals = functools.partial(residuals_of, batch=batch)
     functions = {"value_fn": lambda params: loss_fn(params, batch)}
     if exact:
-        functions["jacobian_fn"] = lambda params: (residuals(params), jax.jacobian(residuals)(params))
+        functions["jacobian_fn"] = with_jacobian(residuals)
 
     def step(carry, _):
         params, state = carry
@@ -241,9 +246,7 @@ def test_gauss_newton_counts_an_exact_step_with_broken_residuals_as_skipped():
 def test_gauss_newton_with_jacobian_fn_takes_one_array_of_real_residuals():
     params, batch, tx, _ = exact_problem(N)
     residuals = functools.partial(residuals_of, batch=batch)
-
-    def pair(params):
-        return residuals(params), jax.jacobian(residuals)(params)
+    pair = with_jacobian(residuals)
 
     def tuples(params):
         r, rows = pair(params)
