@@ -50,7 +50,11 @@ class Distribution:
         `kfac.state.state_specs`, too.
       communication_dtype: the dtype in which devices exchange Kronecker factors, `"float32"` or `"bfloat16"`. Pass the
         distribution to `statistics` or `value_and_grad`, which send the factors; `train_step` does so. With
-        `"float32"`, factors summed in a wider dtype keep it.
+        `"float32"`, factors summed in a wider dtype keep it. `"bfloat16"` rounds elements by up to 0.4%, which makes
+        noise of the eigenvalues below 0.4% of the largest, and the damping must cover them. With `kfac.kfac` and its
+        default damping of 0.1, steps of `Cholesky`, `Eigh` and `EKFAC` changed by 1 to 4 percent. With a damping of
+        0.001 and fewer examples than a factor has rows, steps of `Eigh` and `EKFAC` changed by as much as their length.
+        Steps of `SOAP` changed by 10 to 60 percent, at the same loss, because Adam tells close eigenvectors apart.
 
     Raises:
       ValueError: an argument is out of range.
