@@ -6,6 +6,7 @@
     python examples/large_batch/networks.py times --methods kfac muon adamw    # seconds per step
     python examples/large_batch/networks.py compile --methods sgd muon kfac    # processor seconds to compile
     python examples/large_batch/networks.py start                              # processor seconds to the first step
+    python examples/large_batch/networks.py first-step --networks "MLP-Mixer" --methods kfac    # one of these starts
 
 All methods train for 60 steps at batch size N/10 (`--batch 10`) with the study's schedule: the rate rises for a tenth
 of the steps and then falls to zero. `--schedule tail` scores the mean weights over the last tenth of the steps.
@@ -675,6 +676,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each timing")
     options = parser.parse_args()
     if options.what == "first-step":
+        if not options.networks or len(options.methods) > 1:
+            parser.error("first-step needs one network and one method: --networks NAME --methods kfac")
         print(first_step(options.networks[0], options.methods[0], options.data_dir))
         return
     if options.what == "start":
