@@ -92,7 +92,8 @@ def map_by_path(fn: Callable[[str, Array], Any], tree: PyTree) -> PyTree:
 def find_param_specs(params: PyTree) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the path and spec of each parameter if any parameter is split over a mesh, otherwise an empty tuple.
 
-    Tracers count as unsplit, so the result is empty under `jit`.
+    Tracers count as unsplit, so the result is empty under `jit`. Equal layouts have equal specs: without axes of a
+    single device, and without None at the end.
     """
     specs = {}
     for path, x in leaves_by_path(params).items():
@@ -100,5 +101,18 @@ def find_param_specs(params: PyTree) -> tuple[tuple[str, PartitionSpec], ...]:
             continue
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            specs[path] = sharding.spec
+            specs[path] = _spec_of(sharding)
     return tuple(sorted(specs.items())) if any(map(any, specs.values())) else ()
+
+
+def _spec_of(sharding: NamedSharding) -> PartitionSpec:
+    """Return an array's spec without what splits nothing."""
+    sizes = sharding.mesh.shape
+    entries: list[Any] = []
+    for entry in sharding.spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if sizes.get(name, 1) > 1)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)

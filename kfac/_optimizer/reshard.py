@@ -187,12 +187,14 @@ def scatter_state(
             raise ValueError(
                 "portable must be what gather_state returns, but is a state for several devices"
             )
-        # As in a new state of the optimizer, whose layers know how the parameters are split here.
+        # As in a new state of the optimizer, whose layers know how the parameters are split here. On one device they
+        # are not, even if these layers come from several.
+        known = num_devices > 1 or distribution is not None
         settings = dataclasses.replace(
             node.settings,
             distribution=distribution or Distribution(),
             devices=num_devices,
-            param_specs=node.settings.layers.param_specs,
+            param_specs=node.settings.layers.param_specs if known else (),
         )
         blocks = {}
         for name, assignment in settings.assignments.items():

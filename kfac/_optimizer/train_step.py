@@ -39,6 +39,7 @@ from kfac._optimizer.eigenbasis import eigenbasis
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
+from kfac._optimizer.overdue import note_observe
 from kfac._optimizer.state import KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
 
@@ -326,6 +327,8 @@ class TrainStep:
         updates, opt_state = self._transformation(layers).update(
             grads, opt_state, params, **losses
         )
+        # A call takes statistics when they are due, so nobody has forgotten them.
+        note_observe()
         return optax.apply_updates(params, updates), opt_state, result
 
     def _loss_of_params(
@@ -410,8 +413,9 @@ def train_step(
         changes a state, such as batch-norm averages, pass the state as an argument and return it in the auxiliary
         output.
       learning_rate: scalar or schedule, see `kfac.kfac`.
-      optimizer: `kfac.kfac`, `kfac.natural_gradient`, or your own function `(learning_rate, layers, **options)`, which
-        returns an optax optimizer that contains `scale_by_kfac`. For example, put `kfac.kfac` into an `optax.chain`.
+      optimizer: `kfac.kfac`, `kfac.natural_gradient`, `kfac.gauss_newton`, or your own function `(learning_rate,
+        layers, **options)`, which returns an optax optimizer that contains `scale_by_kfac`. For example, put
+        `kfac.kfac` into an `optax.chain`.
       layers: the layers that `find_layers` returned for `loss_fn`, if you want options of `find_layers` that are not
         here. None: `init` finds them.
       has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
@@ -457,7 +461,13 @@ def train_step(
         raise TypeError(
             f"train_step() passes its options on to its optimizer: {error}"
         ) from error
-    state = _kfac_state(jax.eval_shape(tx.init, {}))
+    try:
+        empty = jax.eval_shape(tx.init, {})
+    except (TypeError, ValueError):
+        # A mask for weight decay may need the parameters. `init` has them, and raises other errors again.
+        preconditioner = options.get("preconditioner")
+    else:
+        preconditioner = _kfac_state(empty).settings.preconditioner
     if num_examples is not None and num_examples % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide num_examples={num_examples}"
@@ -470,7 +480,7 @@ def train_step(
                 raise ValueError(
                     f"{name}={value!r} has no effect with layers=: pass it to kfac.find_layers"
                 )
-    elif state.settings.preconditioner.uses_example_moments:
+    elif getattr(preconditioner, "uses_example_moments", False):
         # Only whole kernels have moments.
         found["max_factor_dim"] = MAX_DIM
     return TrainStep(

@@ -191,6 +191,20 @@ def test_one_call_over_a_mesh(kind, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found, expected)
 
 
+def test_scatter_state_has_the_structure_of_a_new_state_on_one_device(x64):
+    """Check it for a state whose layers were found on several devices, and specs that say the same in other words."""
+
+    def new(devices, *axes):
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+        params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*axes[: x.ndim]))), initial())
+        return kfac.kfac(0.1, kfac.find_layers(loss_fn, params, batches()[0])).init(params)
+
+    state = new(DEVICES, "data", None)
+    assert jax.tree.structure(state) == jax.tree.structure(new(DEVICES, "data"))
+    moved = kfac.state.scatter_state(kfac.state.gather_state(state), 1)
+    assert jax.tree.structure(moved) == jax.tree.structure(new(1, "data"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["data", None])

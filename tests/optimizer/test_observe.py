@@ -304,6 +304,19 @@ jax.eval_shape(tx.update, w, state, w)
     assert ("update was compiled, but kfac.observe was never called" in said) != observes
 
 
+def test_a_train_step_that_resumes_between_two_statistics_is_not_told_to_observe():
+    program = """
+import jax, jax.numpy as jnp, kfac, optax
+w, x = jnp.ones((3, 2)), jnp.ones((8, 3))
+step = kfac.train_step(lambda w, x: jnp.mean(jnp.square(x @ w)), 0.1)
+state = optax.tree.set(step.init(w, x), due=jnp.array(False))
+step(w, state, x)
+"""
+    assert (
+        "kfac" not in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    )
+
+
 def test_factors_without_the_gradient_that_a_layer_needs_are_refused():
     found = kfac.find_layers(loss_fn, initial(), batch(0), rules={"temperature": "gradient"})
     factors = jax.jit(kfac.statistics(loss_fn, found))(initial(), batch(0))

@@ -483,6 +483,26 @@ def test_train_step_takes_layers():
     assert not step.layers
 
 
+def test_train_step_takes_a_weight_decay_mask_like_the_parameters():
+    params, x = {"w": normal(1, 5, 3, dtype=np.float32), "b": jnp.ones(3)}, normal(0, 8, 5, dtype=np.float32)
+    mask = {"w": True, "b": False}
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2, -1))
+
+    def result(**options):
+        step = kfac.train_step(loss_fn, 0.1, verbose=False, **options)
+        return step(params, step.init(params, x), x)[0]
+
+    plain = result()
+    for given in (mask, lambda params: mask):
+        decayed = result(weight_decay=0.5, weight_decay_mask=given)
+        np.testing.assert_array_equal(decayed["b"], plain["b"])
+        assert jnp.any(decayed["w"] != plain["w"])
+    with pytest.raises(ValueError):
+        result(weight_decay=0.5, weight_decay_mask={"w": True})
+
+
 @pytest.mark.slow
 def test_train_step_with_gauss_newton_is_ahead_of_the_other_optimizers_after_ten_steps():
     keys = jax.random.split(jax.random.key(0), 3)
