@@ -408,10 +408,12 @@ def _minimized(
         along = preconditioned + jnp.where(size > 0, new / size, 0) * along
         moved = root(along)
         curvature = jnp.sum(jnp.square(moved)) + damping * jnp.vdot(along, along)
-        rate = jnp.where(curvature > 0, new / curvature, 0)
+        # In exact arithmetic, the slope is `new`. After convergence, only the slope never worsens the model.
+        slope = jnp.vdot(residual, along)
+        rate = jnp.where(curvature > 0, slope / curvature, 0)
         step += rate * along
         rows += rate * moved
-        gain = rate * new / 2
+        gain = rate * slope / 2
         return Search(step, rows, along, new, count + 1, gain, total + gain)
 
     # The best combination of the pair improves the model by `-<grad h, s> / 2`.

@@ -101,6 +101,18 @@ def test_two_steps_of_gauss_newton_are_those_of_dense_matrices(options):
         params = optax.apply_updates(params, updates)
 
 
+def test_gauss_newton_stays_at_the_minimum_after_it_has_converged():
+    """Check 400 iterations for 21 parameters. Most of them start from rounding errors, which must not grow."""
+    params, batch, _, tx, step = problem(iterations=400, damping=0.1)
+    loss, grads, _, updates, state = step(params, jax.jit(tx.init)(params), jax.random.key(0))
+    gradient, unravel = ravel_pytree(grads)
+    jacobian = jax.jit(jax.jacobian(lambda w: residual(unravel(w), batch)))
+    j = np.asarray(jacobian(ravel_pytree(params)[0]))
+    matrix = j.T @ j / len(j) + float(np.float32(0.1)) * float(loss) * np.eye(j.shape[1])
+    np.testing.assert_allclose(ravel_pytree(updates)[0], -np.linalg.solve(matrix, gradient), rtol=1e-9, atol=1e-12)
+    assert kfac.diagnostics(state)["rejected_steps"] == 0
+
+
 def test_gauss_newton_keeps_a_running_average_of_factors():
     states = []
     for options in ({}, {"factor_ema_decay": 0.5}):
