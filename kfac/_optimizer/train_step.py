@@ -40,7 +40,7 @@ from kfac._optimizer.interval import Interval
 from kfac._optimizer.kfac import kfac
 from kfac._optimizer.observe import observe
 from kfac._optimizer.overdue import note_observe
-from kfac._optimizer.state import KfacState, find_nodes
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes
 from kfac._optimizer.step_scaling import ScalarOrSchedule
 
 
@@ -187,6 +187,9 @@ class TrainStep:
         when = (
             f"every {period} steps after the start" if period > 1 else "in every step"
         )
+        # Losses that the optimizer evaluates are not counted.
+        evaluates = find_nodes(opt_state, AdaptiveDampingState)
+        extra = ", without the optimizer's own evaluations" if evaluates else ""
         size = _bytes_per_device(opt_state)
         adam = 2 * _bytes_per_device(params) or 1
         kept = "; set jax_compilation_cache_dir to keep them"
@@ -195,7 +198,7 @@ class TrainStep:
         lines = [
             f"{found}, {type(preconditioner).__name__}",
             f"{examples}; statistics{part} {when}",
-            _cost(layers, preconditioner, period, one_in),
+            _cost(layers, preconditioner, period, one_in) + extra,
             f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
             f"the first step compiles two programs{kept}",
         ]
@@ -558,9 +561,7 @@ def _cost(
     """Return a line with the FLOPs of a mean step."""
     prices = prices_of_layers(layers, preconditioner, period, one_in)
     if not prices:
-        return (
-            "the gradient's FLOPs are unknown, so overhead= could not set the interval"
-        )
+        return "the gradient's FLOPs are unknown, and so is the cost of a step"
     times = 1 + sum(prices.values())
     line = f"on average, a step costs {times:.2f} times the gradient's FLOPs"
     name = max(prices, key=prices.__getitem__)

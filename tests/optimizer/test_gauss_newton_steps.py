@@ -352,14 +352,14 @@ def trained(batch, loss=marked_loss, steps=3, **options):
     """Return the parameters after steps with `kfac.gauss_newton` in `train_step`."""
     params, _ = classified()
     rate = optax.linear_schedule(1.0, 0.0, 5)
-    make = kfac.train_step(loss, rate, optimizer=kfac.gauss_newton, fisher="expected", verbose=False, **options)
+    make = kfac.train_step(loss, rate, optimizer=kfac.gauss_newton, fisher="expected", **options)
     state = make.init(params, batch)
     for k in range(steps):
         params, state, _ = make(params, state, batch, fisher_key=jax.random.key(k))
     return params
 
 
-def test_gauss_newton_in_train_step_takes_products_of_the_examples_of_the_statistics():
+def test_gauss_newton_in_train_step_takes_products_of_the_examples_of_the_statistics(capsys):
     params, batch = classified()
     part = jax.tree.map(lambda x: x[::2], batch)
     layers = kfac.find_layers(marked_loss, params, batch)
@@ -381,6 +381,7 @@ def test_gauss_newton_in_train_step_takes_products_of_the_examples_of_the_statis
         params, state = step(params, state, jax.random.key(k))
     found = trained(batch, statistics_fraction=1 / 2)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9), found, params)
+    assert "times the gradient's FLOPs, without the optimizer's own evaluations\n" in capsys.readouterr().out
     whole = trained(batch, statistics_fraction=1)
     assert not np.allclose(whole["w"], params["w"], rtol=1e-3)
 
