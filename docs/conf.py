@@ -35,7 +35,7 @@ napoleon_use_ivar = True
 nitpicky = True
 # Types in signatures and of attributes; there is no page about any of them.
 _elsewhere = r"(jax|numpy|optax|collections)\..*|kfac\.(\w+\.)?_.*|ScalarOrSchedule|BlockState|KfacMetrics|Owned"
-_elsewhere += "|MomentumState|FlatState|Settings|Params|Solution|ArrayLike|Array"
+_elsewhere += "|MomentumState|Settings|Params|Solution|ArrayLike|Array"
 nitpick_ignore_regex = [("py:.*", _elsewhere)]
 default_role = "code"  # docstrings quote code by single backticks
 myst_enable_extensions = ["colon_fence", "dollarmath"]

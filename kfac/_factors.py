@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from kfac._mesh import PyTree, on_mesh, with_auto_axes
 from kfac._packing import Shape, as_vectors, from_vectors, pieces_along
@@ -43,21 +42,13 @@ class Statistics:
         """
         return self
 
-    def packed(
-        self,
-        shapes: Shapes,
-        average: Average | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> Statistics:
-        """Pack the statistics for a message. `Unitwise` blocks stay as they are.
+    def packed(self, shapes: Shapes) -> Statistics:
+        """Pack a `Kronecker` block for a message. Other statistics stay as they are.
 
         Args:
           shapes: one copy's factor shapes.
-          average: the argument of `combined`.
-          dtype: the packed vectors' dtype. None keeps the present dtype.
         """
-        block = self.combined(average)
-        return self if block is self else block.packed(shapes, dtype=dtype)
+        return self
 
     def unpacked(self) -> Any:
         """Undo `packed`."""
@@ -98,13 +89,13 @@ class Kronecker(Statistics):
     G: Any
     moments: Any = None
 
-    def packed(self, shapes, average=None, dtype=None):
+    def packed(self, shapes):
         moments = self.moments
         if moments is not None:
             moments = moments.reshape(*moments.shape[:-2], 1, -1)
         a = as_vectors(self.A, shapes[0])
         g = as_vectors(self.G, shapes[1])
-        return optax.tree.cast(Packed(Kronecker(a, g, moments), shapes), dtype)
+        return Packed(Kronecker(a, g, moments), shapes)
 
     def unscaled(self, by):
         g, moments = jax.tree.map(by, (self.G, self.moments))
@@ -193,9 +184,6 @@ class Packed(Uncombined):
     def combined(self, average: Average | None = None) -> Kronecker:
         """Return the unpacked block, with a copy on every device."""
         return _unpacked_everywhere(self)
-
-    def packed(self, shapes, average=None, dtype=None):
-        return self
 
     def unscaled(self, by):
         return dataclasses.replace(self, flat=self.flat.unscaled(by))

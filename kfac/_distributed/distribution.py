@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kfac._checks import check, check_axis_name, check_type
 from kfac._distributed.comm import CommContext
 from kfac._mesh import (
     AxisName,
+    AxisNames,
     axis_names,
     axis_size,
     device_axes,
@@ -94,41 +95,46 @@ class Distribution:
     def comm(
         self,
         tree: Any,
-        sharded: bool,
+        devices: int | None = None,
     ) -> tuple[CommContext, Mesh | AbstractMesh | None]:
         """Determine how blocks lie on devices in the present context.
 
         Args:
           tree: the arrays whose mesh is used if no axis and no mesh is given.
-          sharded: whether blocks have owners.
+          devices: the number of devices for which the state was initialised. None before.
 
         Returns:
           A `CommContext`, and the mesh over which a `shard_map` is still to be opened. The mesh is None if the axes are
-          bound or if there is no mesh.
+          bound, if there is no mesh, or if blocks have no owners and XLA partitions the program.
 
         Raises:
           ValueError: no axis is given, and JAX does not track here whether devices have the same parameters.
         """
-        seen = self
-        bound = device_axes()
-        if self.axis is None and bound:
-            if not varying_axes(lax.axis_index(bound)):
-                name = bound[0] if len(bound) == 1 else bound
+        axes = axis_names(self.axis)
+        mesh = self.mesh
+        if not axes:
+            axes = device_axes()
+            if axes and not varying_axes(lax.axis_index(axes)):
+                name = axes[0] if len(axes) == 1 else axes
                 raise ValueError(
                     f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
                     f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "
                     "each trains a model of its own, use jax.vmap over the models, sharded over a mesh"
                 )
-            seen = dataclasses.replace(self, axis_name=bound)
-        elif self.axis is None:
-            seen = dataclasses.replace(self, mesh=mesh_of(tree))
-        axes = axis_names(seen.axis)
-        comm = CommContext(axes)
-        if sharded and axes:
-            comm = CommContext(axes, axis_names(self.owner_axes) or axes)
+        if not axes:
+            mesh = mesh_of(tree)
+            axes = () if mesh is None else mesh.axis_names
+        dealt = self.axis is not None or devices != 1
+        owner_axes: AxisNames = ()
+        if axes and dealt:
+            owner_axes = axis_names(self.owner_axes) or axes
         if axis_size(axes) is not None:
-            return comm, None
-        return comm if comm.owner_axes else CommContext(), seen.mesh
+            return CommContext(axes, owner_axes), None
+        if owner_axes:
+            return CommContext(axes, owner_axes), mesh
+        # XLA partitions the program of a single device over automatic axes.
+        explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+        return CommContext(), mesh if explicit else None
 
 
 def check_distribution(value: object) -> None:

@@ -13,8 +13,7 @@ from jax import Array, lax
 from kfac._capture.outputs import marked
 from kfac._checks import check_given, check_number
 from kfac._mesh import as_varying, device_axes, varying_axes
-from kfac._optimizer.reshard import on_states
-from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes
+from kfac._optimizer.state import AdaptiveDampingState, KfacState, find_nodes, on_states
 
 LossOfParams = Callable[[optax.Params], Array]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 
 from kfac._curvature.blocks import Group
@@ -20,7 +21,6 @@ from kfac._curvature.refresh import refresh
 from kfac._distributed.comm import CommContext
 from kfac._factors import Average, Factors, Packed
 from kfac._linalg import finite
-from kfac._mesh import device_axes
 from kfac._optimizer.exchange import StepContext, Vectors, join
 from kfac._optimizer.flat_state import block_of, with_parts
 from kfac._optimizer.state import KfacState, check_blocks
@@ -90,10 +90,12 @@ def average_over_devices(context: StepContext, factors: Factors) -> BatchStacks:
     comm = context.comm
     stacks = stack_statistics(context, factors, comm.mean)
     # Kronecker factors have a message of their own, because they may be sent in bfloat16.
-    narrow = {n: x for n, x in stacks.items() if isinstance(x, Packed)}
-    wide = {n: x for n, x in stacks.items() if n not in narrow}
+    packed = {n: x for n, x in stacks.items() if isinstance(x, Packed)}
+    others = {n: x for n, x in stacks.items() if n not in packed}
+    if context.settings.distribution.communication_dtype == "bfloat16":
+        packed = optax.tree.cast(packed, jnp.bfloat16)
     assignments = context.assignments
-    return comm.means(narrow, assignments) | comm.means(wide, assignments)
+    return comm.means(packed, assignments) | comm.means(others, assignments)
 
 
 def stack_statistics(
@@ -111,10 +113,6 @@ def stack_statistics(
     """
     settings = context.settings
     alone = context.comm.alone
-    # All blocks share a message. Over a mesh, it was sent with the statistics.
-    narrow = settings.distribution.communication_dtype == "bfloat16" and device_axes()
-    dtype = jnp.bfloat16 if narrow else None
-
     stacks: BatchStacks = {}
     for group in settings.groups:
         if not group.captured:
@@ -128,8 +126,9 @@ def stack_statistics(
                 block = group.with_padding(block.combined(mean))
             if packs:
                 shapes = group.shapes if group.padded else layer.side_shapes
-                packed = block.packed(tuple(shapes.values()), mean, dtype)
-                block = to_send(layer, packed)
+                if not isinstance(block, Packed):
+                    block = block.combined(mean).packed(tuple(shapes.values()))
+                block = to_send(layer, block)
             sent[layer.name] = block
         moments = group.moments(settings.preconditioner)
         if moments is not None and packs:

@@ -10,12 +10,12 @@ import optax
 from jax import Array
 
 from kfac._optimizer.overdue import warn_if_overdue
-from kfac._optimizer.reshard import some_states
 from kfac._optimizer.state import (
     AdaptiveDampingState,
     KfacState,
     find_nodes,
     find_state,
+    find_states,
     pure,
 )
 
@@ -91,7 +91,7 @@ def statistics_due(opt_state: Any) -> Array:
       ValueError: `opt_state` holds no such state.
     """
     flags = []
-    for state in some_states(opt_state, "opt_state"):
+    for state in find_states(opt_state, "opt_state"):
         # The loop calls `observe`, but may drop its result. Under `jit` and while a step runs, this does nothing.
         warn_if_overdue(state)
         # A copy, because a step may donate the state. More operations would delay the next step.

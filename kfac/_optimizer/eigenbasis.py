@@ -14,9 +14,7 @@ from kfac._factors import Basis, Factors
 from kfac._layers import Layers
 from kfac._mesh import on_mesh
 from kfac._optimizer.flat_state import block_of
-from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.sharded_step import mesh_to_open
-from kfac._optimizer.state import check_groups, find_state
+from kfac._optimizer.state import check_groups, find_state, state_spec
 
 
 @on_mesh
@@ -61,7 +59,8 @@ def eigenbasis(source: Any, layers: Layers) -> dict[str, Basis]:
         raise ValueError(
             "source has an axis of devices in front, as pmap returns it: call eigenbasis inside of it"
         )
-    comm, mesh = mesh_to_open(state.settings.distribution, state, state)
+    settings = state.settings
+    comm, mesh = settings.distribution.comm(state, settings.devices)
 
     def gather(state):
         """Return the eigenvectors of blocks with moments, on all devices."""

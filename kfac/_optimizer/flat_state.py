@@ -9,9 +9,10 @@ long as the round's largest block. Two rounds on three devices::
     device 1  | b        | e    |
     device 2  | c        |      |
 
-`block_of` unpacks a group, and `with_parts` writes factors, preconditioners or momenta back. `observe` unpacks and
-writes back one group after another, so their stacks need not all be in memory together. A step unpacks all groups'
-momenta before it writes any back, because it first has to find out whether its result is finite.
+Each of these fields of the group's `BlockState` is then a `Place` in its row. `block_of` unpacks a group, and
+`with_parts` writes factors, preconditioners or momenta back. `observe` unpacks and writes back one group after another,
+so their stacks need not all be in memory together. A step unpacks all groups' momenta before it writes any back,
+because it first has to find out whether its result is finite.
 """
 
 from __future__ import annotations
@@ -24,8 +25,26 @@ from jax import Array, lax
 
 from kfac._distributed.comm import CommContext, in_rounds
 from kfac._mesh import PyTree, as_varying, varying_axes
-from kfac._optimizer.state import BlockState, FlatState, KfacState
+from kfac._optimizer.state import BlockState, KfacState
 from kfac._packing import flatten, unflatten
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a row holds a field of a group's `BlockState`.
+
+    Attributes:
+      start: the first element in the row.
+      stop: the end in the row.
+      structure: the field's tree structure.
+      shapes: the shapes `[1, ...]` and dtypes of the tree's arrays, for a single block.
+    """
+
+    start: int
+    stop: int
+    structure: jax.tree_util.PyTreeDef
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
@@ -33,13 +52,15 @@ def block_of(state: KfacState, comm: CommContext, name: str) -> BlockState:
 
     If the group is in the flat state, `k` is 1, and these stacks are zero if this device owns no block.
     """
-    parts = {}
-    for part, owner, start, stop, form in state.flat_state.stored:
-        if owner == name:
-            rows = state.flat_state.rows[part][:, start:stop]
+    blocks = state.blocks[name]
+    for part, row in state.flat_state.items():
+        place = getattr(blocks, part)
+        if isinstance(place, Place):
             owns = comm.owns(state.settings.assignments[name])[:, None]
-            parts[part] = unflatten(jnp.where(owns, rows, 0), jax.tree.unflatten(*form))
-    blocks = state.blocks[name]._replace(**parts)
+            flat = jnp.where(owns, row[:, place.start : place.stop], 0)
+            like = jax.tree.unflatten(place.structure, place.shapes)
+            stack: PyTree = {part: unflatten(flat, like)}
+            blocks = blocks._replace(**stack)
     return blocks._replace(factors=blocks.factors.unpacked())
 
 
@@ -47,18 +68,21 @@ def with_parts(
     state: KfacState, comm: CommContext, name: str, **parts: PyTree
 ) -> KfacState:
     """Return the state with new values for the given fields of a group's `BlockState`."""
-    rows = dict(state.flat_state.rows)
-    for part, owner, start, stop, _ in state.flat_state.stored:
-        if owner == name and part in parts:
-            old = rows[part]
-            flat = _flat(part, parts.pop(part)).astype(old.dtype)
-            owns = comm.owns(state.settings.assignments[name])[:, None]
-            flat = jnp.where(owns, flat, old[:, start:stop])
-            old = as_varying(old, varying_axes(flat))
-            rows[part] = lax.dynamic_update_slice(old, flat, (0, start))
-    blocks = state.blocks | {name: state.blocks[name]._replace(**parts)}
-    flat_state = dataclasses.replace(state.flat_state, rows=rows)
-    return state._replace(blocks=blocks, flat_state=flat_state)
+    rows = dict(state.flat_state)
+    blocks = state.blocks[name]
+    for part, stack in parts.items():
+        place = getattr(blocks, part)
+        if not isinstance(place, Place):
+            new: PyTree = {part: stack}
+            blocks = blocks._replace(**new)
+            continue
+        old = rows[part]
+        flat = _flat(part, stack).astype(old.dtype)
+        owns = comm.owns(state.settings.assignments[name])[:, None]
+        flat = jnp.where(owns, flat, old[:, place.start : place.stop])
+        old = as_varying(old, varying_axes(flat))
+        rows[part] = lax.dynamic_update_slice(old, flat, (0, place.start))
+    return state._replace(blocks=state.blocks | {name: blocks}, flat_state=rows)
 
 
 def closed(state: KfacState, comm: CommContext) -> KfacState:
@@ -66,7 +90,6 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
     assignments = state.settings.assignments
     blocks = dict(state.blocks)
     rows = {}
-    stored = []
     for part in ("factors", "preconditioner", "momentum_state"):
         flat = {}
         for name, assignment in assignments.items():
@@ -77,15 +100,14 @@ def closed(state: KfacState, comm: CommContext) -> KfacState:
         if not flat:
             continue
         places, rows[part] = in_rounds(flat, assignments)
-        for name, place in places.items():
+        for name, elements in places.items():
             stack = _stored(part, getattr(blocks[name], part))
             leaves, structure = jax.tree.flatten(stack)
             shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
-            form = structure, tuple(shapes)
-            stored.append((part, name, place.start, place.stop, form))
-            empty: PyTree = {part: None}
-            blocks[name] = blocks[name]._replace(**empty)
-    return state._replace(blocks=blocks, flat_state=FlatState(rows, tuple(stored)))
+            place = Place(elements.start, elements.stop, structure, tuple(shapes))
+            moved: PyTree = {part: place}
+            blocks[name] = blocks[name]._replace(**moved)
+    return state._replace(blocks=blocks, flat_state=rows)
 
 
 def _flat(part: str, stack: PyTree) -> Array:

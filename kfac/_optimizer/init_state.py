@@ -7,19 +7,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from kfac._curvature.blocks import Group
 from kfac._distributed.comm import CommContext
+from kfac._leaves import find_param_specs
 from kfac._mesh import PyTree, as_varying, axis_size, varying_axes
 from kfac._optimizer.flat_state import closed
 from kfac._optimizer.options import Options
 from kfac._optimizer.state import (
     BlockState,
-    FlatState,
     KfacMetrics,
     KfacState,
     Settings,
     match_leaves,
+    state_spec,
 )
 from kfac._optimizer.step_scaling import MomentumState
 
@@ -31,9 +33,37 @@ def init_state(
     settings: Settings,
     options: Options,
     comm: CommContext,
+    mesh: Mesh | AbstractMesh | None,
     params: PyTree,
 ) -> KfacState:
-    """Return the state before the first step."""
+    """Return the state before the first step. If there is a `mesh`, open a `shard_map` over it."""
+    if mesh is None:
+        return init_here(settings, options, comm, params)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    param_specs = find_param_specs(params) or settings.layers.param_specs
+    settings = dataclasses.replace(settings, param_specs=param_specs)
+    init = jax.shard_map(
+        lambda: init_here(settings, options, comm, shapes),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=state_spec(comm.owner_axes),
+    )
+    state: KfacState = jax.jit(init)()
+    leaves = jax.tree.leaves(params)
+    if not isinstance(mesh, AbstractMesh) or not leaves:
+        return state
+    # Under `jit` a state that depends on no argument would not be on the mesh.
+    smallest = min(leaves, key=lambda leaf: leaf.size)
+    return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
+
+
+def init_here(
+    settings: Settings,
+    options: Options,
+    comm: CommContext,
+    params: PyTree,
+) -> KfacState:
+    """Return the state before the first step, with the blocks that this device holds."""
     leaves = {}
     # `optax.tree.map_params` calls `init` with a placeholder that has no leaves.
     if jax.tree.leaves(params):
@@ -70,7 +100,7 @@ def init_state(
         unitwise_damping_scale=scalar(0),
         factor_ema_decay=scalar(0),
         blocks=blocks,
-        flat_state=FlatState({}, ()),
+        flat_state={},
         learning_rates=jnp.zeros(2, jnp.float32),
         members=members,
         metrics=KfacMetrics(**metrics),

@@ -11,9 +11,8 @@ from kfac._factors import Factors
 from kfac._mesh import on_mesh
 from kfac._optimizer.averages import observe_here
 from kfac._optimizer.overdue import note_observe
-from kfac._optimizer.reshard import on_states
-from kfac._optimizer.sharded_step import ShardedStep, mesh_to_open
-from kfac._optimizer.state import KfacState, find_nodes, is_variable, pure
+from kfac._optimizer.sharded_step import ShardedStep
+from kfac._optimizer.state import KfacState, find_states, is_variable, on_states, pure
 
 
 @on_mesh
@@ -49,12 +48,7 @@ def observe(opt_state: Any, factors: Factors | None = None) -> Any:
       ValueError: `opt_state` holds no such state, `factors` do not fit the layers, the preconditioner or the
         optimizer's `communication_dtype`, or the state has been initialised for another number of devices.
     """
-    states = find_nodes(opt_state, KfacState)
-    if not states:
-        raise ValueError(
-            f"opt_state holds no state of kfac.kfac, but is of type {type(opt_state).__name__}: pass what tx.init "
-            "returned"
-        )
+    states = find_states(opt_state, "opt_state")
     several = len(states) > 1 and isinstance(factors, Factors)
     unknown = set(factors or ()) if several else set()
     for state in states:
@@ -105,7 +99,7 @@ def _observe(state: KfacState, factors: Factors | None) -> KfacState:
                     f"with communication_dtype={expected!r}: pass the same distribution= to kfac.statistics or "
                     "kfac.value_and_grad"
                 )
-    comm, mesh = mesh_to_open(settings.distribution, state, (state, factors))
+    comm, mesh = settings.distribution.comm((state, factors), settings.devices)
     if mesh is None:
         return observe_here(comm, state, factors)
     return ShardedStep(settings, comm, state, mesh).observe(factors)

@@ -17,9 +17,9 @@ from kfac._checks import check
 from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, replicated
+from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, on_mesh, reshard_like
 from kfac._optimizer.flat_state import block_of, closed
-from kfac._optimizer.state import FlatState, KfacState, find_nodes
+from kfac._optimizer.state import KfacState, find_states, on_states, state_spec
 
 
 def state_specs(
@@ -97,13 +97,7 @@ def _check_optimizer(tx: object) -> None:
         )
 
 
-def state_spec(axis_name: AxisName) -> KfacState:
-    """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
-    specs: dict[str, Any] = dict.fromkeys(KfacState._fields, PartitionSpec())
-    specs["blocks"] = specs["flat_state"] = PartitionSpec(axis_name)
-    return KfacState(**specs)
-
-
+@on_mesh
 def gather_state(opt_state: Any) -> Any:
     """Convert an optimizer state to the state of a single device, for a checkpoint.
 
@@ -121,7 +115,7 @@ def gather_state(opt_state: Any) -> Any:
       ValueError: if `opt_state` contains no state of `scale_by_kfac`, or if the state does not hold all devices'
         blocks.
     """
-    if some_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
+    if find_states(opt_state, "opt_state")[0].count.ndim:  # from pmap
         opt_state = _each_array(
             opt_state, lambda x: x.reshape(-1, *x.shape[2:]), lambda x: x[0]
         )
@@ -136,7 +130,7 @@ def gather_state(opt_state: Any) -> Any:
                     f"opt_state must hold the {expected} blocks of all {assignment.devices} devices in a row, but has "
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
-        node = replicated(node)
+        node = reshard_like(node)
         blocks = {}
         for name, assignment in assignments.items():
             in_order = operator.itemgetter(assignment.block_to_slot)
@@ -145,9 +139,7 @@ def gather_state(opt_state: Any) -> Any:
         settings = dataclasses.replace(
             node.settings, distribution=Distribution(), devices=1, param_specs=()
         )
-        return node._replace(
-            blocks=blocks, flat_state=FlatState({}, ()), settings=settings
-        )
+        return node._replace(blocks=blocks, flat_state={}, settings=settings)
 
     return on_states(gather, opt_state)
 
@@ -180,7 +172,7 @@ def scatter_state(
     """
     check(num_devices=num_devices)
     check_distribution(distribution)
-    some_states(portable, "portable")
+    find_states(portable, "portable")
 
     def scatter(node):
         if node.settings.devices > 1:
@@ -210,32 +202,6 @@ def scatter_state(
         lambda x: x.reshape(num_devices, -1, *x.shape[1:]),
         lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)),
     )
-
-
-def some_states(opt_state: PyTree, argument: str) -> list[KfacState]:
-    """Return the K-FAC states in a tree. Raise a `ValueError` if there is no such state."""
-    states = find_nodes(opt_state, KfacState)
-    if not states:
-        raise ValueError(
-            f"there is no K-FAC state in {argument}, of type {type(opt_state).__name__}"
-        )
-    return states
-
-
-def on_states(
-    fn: Callable[[KfacState], PyTree],
-    tree: PyTree,
-    other: Callable[[PyTree], PyTree] = lambda leaf: leaf,
-) -> PyTree:
-    """Map `fn` over the K-FAC states in a tree, and `other` over all other leaves."""
-
-    def is_state(node):
-        return isinstance(node, KfacState)
-
-    def mapped(node):
-        return fn(node) if is_state(node) else other(node)
-
-    return jax.tree.map(mapped, tree, is_leaf=is_state)
 
 
 def _each_array(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -16,13 +15,13 @@ from kfac._distributed.comm import check_alike
 from kfac._distributed.distribution import Distribution
 from kfac._factors import Factors
 from kfac._layers import Layers
-from kfac._mesh import PyTree, on_mesh, replicate, varying_axes
+from kfac._mesh import on_mesh, replicate, varying_axes
 from kfac._optimizer.exchange import Gradients, LocalGradients, WholeGradients
 from kfac._optimizer.init_state import init_state
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options, check_options
 from kfac._optimizer.overdue import note_update, warn_if_overdue
-from kfac._optimizer.sharded_step import ShardedStep, init_over_mesh, mesh_to_open
+from kfac._optimizer.sharded_step import ShardedStep
 from kfac._optimizer.state import (
     KfacState,
     Settings,
@@ -132,41 +131,15 @@ def precondition_and_scale(
         interval if known else None,
     )
     reads_params = any(map(options.needs_params, settings.groups))
-    tx = Transformation(options, settings, reads_params)
-    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Transformation:
-    """The methods of `precondition_and_scale`.
-
-    Attributes:
-      options: the optimizer's options.
-      settings: the layers and how their blocks are preconditioned.
-      reads_params: whether the step lengths depend on the parameters.
-    """
-
-    options: Options
-    settings: Settings
-    reads_params: bool
-
-    def init(self, params: PyTree) -> KfacState:
-        comm, mesh = self.settings.distribution.comm(params, sharded=True)
+    def init(params):
+        comm, mesh = settings.distribution.comm(params)
         check_alike(params)
-        if mesh is None:
-            state = init_state(self.settings, self.options, comm, params)
-            return self.prepared(state)
-        state = init_over_mesh(self.settings, self.options, comm, mesh, params)
-        return replicate(self.prepared(state), mesh)
+        state = init_state(settings, options, comm, mesh, params)
+        return replicate(prepared(options, state), mesh)
 
     @on_mesh
-    def update(
-        self,
-        updates: PyTree,
-        state: KfacState,
-        params: PyTree | None = None,
-        **extra: object,
-    ) -> tuple[PyTree, KfacState]:
+    def update(updates, state, params=None, **extra):
         if isinstance(updates, Factors):
             raise ValueError(
                 f"updates are statistics, where gradients belong: {HOW_TO_OBSERVE}"
@@ -174,57 +147,60 @@ class Transformation:
         if "factors" in extra:
             raise TypeError(f"update takes no factors: call {HOW_TO_OBSERVE} before it")
         # Check before the gradients are stacked by owner.
-        check_groups(self.settings.groups, state)
-        if self.reads_params and params is None:
+        check_groups(settings.groups, state)
+        if reads_params and params is None:
             raise ValueError(
                 "update needs the parameters: call tx.update(grads, opt_state, params)"
             )
-        comm, mesh = mesh_to_open(self.settings.distribution, state, updates)
+        devices = state.settings.devices
+        comm, mesh = settings.distribution.comm(updates, devices)
         check_alike(params)
-        now = self.options.at(state.count)
+        now = options.at(state.count)
         warn_if_overdue(state)
         note_update(state)
-        match_leaves(self.settings.layers, updates, "updates")
-        if self.reads_params:
-            match_leaves(self.settings.layers, params, "params")
+        match_leaves(layers, updates, "updates")
+        if reads_params:
+            match_leaves(layers, params, "params")
         else:
             params = None
         if mesh is not None:
             check_devices(
                 state, math.prod(mesh.shape[name] for name in comm.owner_axes)
             )
-            meshed = ShardedStep(self.settings, comm, state, mesh)
-            updates, state = meshed.step(self.options, updates, params, now)
-            return updates, self.prepared(state)
+            meshed = ShardedStep(settings, comm, state, mesh)
+            updates, state = meshed.step(options, updates, params, now)
+            return updates, prepared(options, state)
         form = LocalGradients if varying_axes(updates) else WholeGradients
-        device = form(self.settings, comm, state, self.options)
+        device = form(settings, comm, state, options)
         steps, state = preconditioned_step(
             device, Gradients(updates), Gradients(params), now
         )
-        return steps.tree, self.prepared(state)
+        return steps.tree, prepared(options, state)
 
-    def prepared(self, state: KfacState) -> KfacState:
-        """Set the state's flags and scalars for the next `observe`."""
-        count = state.count
-        # Rejected steps count for the intervals, otherwise the host could not foresee when statistics are due.
-        calls = count + state.metrics.skipped_steps
-        options = self.options
-        period = jnp.asarray(options.inverse_update_period)
-        # `optax.inject_hyperparams` makes an array of `math.inf`, which `settings.refreshes` cannot see.
-        finite = jnp.isfinite(period)
-        period = jnp.where(finite, period, 1)
-        warmup = options.interval_warmup_steps
-        warmup_due = Interval(period, warmup).due(calls)
-        # A loop may call `observe` at steps of its own choice, so also refresh preconditioners that are a period old.
-        # The first statistics always refresh: until then gradients stay as they are.
-        old = (state.refreshed < 0) | (count - state.refreshed >= period)
-        return state._replace(
-            due=Interval(options.statistics_period, warmup).due(calls),
-            refresh_due=finite & (warmup_due | Interval(period, 0).due(calls) | old),
-            observe_damping=value_at(options.damping, count),
-            unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
-            factor_ema_decay=value_at(options.factor_ema_decay, count),
-        )
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def prepared(options: Options, state: KfacState) -> KfacState:
+    """Set the state's flags and scalars for the next `observe`."""
+    count = state.count
+    # Rejected steps count for the intervals, otherwise the host could not foresee when statistics are due.
+    calls = count + state.metrics.skipped_steps
+    period = jnp.asarray(options.inverse_update_period)
+    # `optax.inject_hyperparams` makes an array of `math.inf`, which `settings.refreshes` cannot see.
+    finite = jnp.isfinite(period)
+    period = jnp.where(finite, period, 1)
+    warmup = options.interval_warmup_steps
+    warmup_due = Interval(period, warmup).due(calls)
+    # A loop may call `observe` at steps of its own choice, so also refresh preconditioners that are a period old. The
+    # first statistics always refresh: until then gradients stay as they are.
+    old = (state.refreshed < 0) | (count - state.refreshed >= period)
+    return state._replace(
+        due=Interval(options.statistics_period, warmup).due(calls),
+        refresh_due=finite & (warmup_due | Interval(period, 0).due(calls) | old),
+        observe_damping=value_at(options.damping, count),
+        unitwise_damping_scale=value_at(options.unitwise_damping_scale, count),
+        factor_ema_decay=value_at(options.factor_ema_decay, count),
+    )
 
 
 HOW_TO_OBSERVE = "opt_state = kfac.observe(opt_state, factors)"

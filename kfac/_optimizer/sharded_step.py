@@ -19,14 +19,12 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kfac._curvature.blocks import Group
-from kfac._distributed.comm import CommContext
-from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment
 from kfac._factors import Factors, Packed
 from kfac._layers import Layer
-from kfac._leaves import find_param_specs, leaves_by_path, map_by_path
+from kfac._leaves import leaves_by_path, map_by_path
 from kfac._linalg import finite
-from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
+from kfac._mesh import PyTree, reshard_like, with_auto_axes
 from kfac._optimizer.averages import (
     BatchStacks,
     observe_here,
@@ -39,13 +37,8 @@ from kfac._optimizer.exchange import (
     WholeGradients,
     starts_of,
 )
-from kfac._optimizer.init_state import init_state
 from kfac._optimizer.options import Options
-from kfac._optimizer.reshard import state_spec
-from kfac._optimizer.state import (
-    KfacState,
-    Settings,
-)
+from kfac._optimizer.state import KfacState, state_spec
 from kfac._optimizer.step import preconditioned_step
 from kfac._optimizer.step_scaling import StepScalars
 from kfac._packing import pad_to_devices
@@ -103,7 +96,7 @@ class ShardedStep(StepContext):
             return preconditioned_step(device, updates, params, now)
 
         def lay_out(tree):
-            return self.to_owners(tree) if split else Gradients(replicated(tree))
+            return self.to_owners(tree) if split else Gradients(reshard_like(tree))
 
         specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
         states = state_spec(self.owner_axes)
@@ -191,25 +184,22 @@ class ShardedStep(StepContext):
         tree = map_by_path(self.like_param, tree)
         flags = {}
         for path, leaf in self.skipped(tree).items():
-            flags[path] = replicated(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
-        owned = self.owned(tree)
-        stacks = with_auto_axes(self.stack_owned, PartitionSpec(self.owner_axes))(owned)
-        return Gradients(flags, stacks)
-
-    def stack_owned(self, owned: dict[str, Array]) -> dict[str, Array]:
-        """Stack the leaves that only their owners precondition, in their owners' slots."""
+            flags[path] = reshard_like(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
 
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))
 
-        stacks = {}
-        for group in self.settings.groups:
-            dtype = jnp.result_type(*(_dtypes(group, owned) or [jnp.float32]))
-            matrices = group.stack_matrices(owned, dtype, before_cut)
-            stacks[group.name] = self.over_owners(
-                matrices, self.assignments[group.name]
-            )
-        return stacks
+        def stacked(owned):
+            stacks = {}
+            for group in self.settings.groups:
+                dtype = jnp.result_type(*(_dtypes(group, owned) or [jnp.float32]))
+                matrices = group.stack_matrices(owned, dtype, before_cut)
+                assignment = self.assignments[group.name]
+                stacks[group.name] = self.over_owners(matrices, assignment)
+            return stacks
+
+        over = PartitionSpec(self.owner_axes)
+        return Gradients(flags, with_auto_axes(stacked, over)(self.owned(tree)))
 
     def from_owners(self, new: Gradients, updates: PyTree) -> PyTree:
         """Return the steps in the structure and layout of `updates`; skipped leaves are unchanged.
@@ -221,29 +211,24 @@ class ShardedStep(StepContext):
           updates: the gradients.
         """
         owned = self.owned(updates)
-        split = with_auto_axes(lambda stacks: self.split_owned(stacks, owned), owned)
-        steps = split(new.stacks)
+
+        def cut(stacks):
+            leaves: dict[str, Array] = {}
+            for group in self.settings.groups:
+                d_out, d_in = self.across(group.layers[0])
+                # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves free,
+                # and knows how the leaves lie.
+                stack = self.lying(stacks[group.name], None, d_in, d_out)
+                blocks = _picked(stack, self.assignments[group.name].block_to_slot)
+                leaves |= group.split_matrices(blocks, starts_of([group]))
+            return {p: leaves[p].astype(leaf.dtype) for p, leaf in owned.items()}
+
+        steps = with_auto_axes(cut, owned)(new.stacks)
 
         def back(path, leaf):
             return self.like_param(path, steps[path]) if path in steps else leaf
 
         return map_by_path(back, updates)
-
-    def split_owned(
-        self,
-        stacks: dict[str, Array],
-        owned: dict[str, Array],
-    ) -> dict[str, Array]:
-        """Split the owners' stacks into leaves by path, with the dtypes of `owned`."""
-        leaves: dict[str, Array] = {}
-        for group in self.settings.groups:
-            d_out, d_in = self.across(group.layers[0])
-            # Move blocks from their owners before the stack is cut. XLA chooses the axes that `across` leaves free, and
-            # knows how the leaves lie.
-            stack = self.lying(stacks[group.name], None, d_in, d_out)
-            blocks = _picked(stack, self.assignments[group.name].block_to_slot)
-            leaves |= group.split_matrices(blocks, starts_of([group]))
-        return {path: leaves[path].astype(leaf.dtype) for path, leaf in owned.items()}
 
     def across(self, layer: Layer) -> tuple[Any, Any]:
         """Return the specs of a kernel's `d_out` and `d_in` axes while the kernel is cut into pieces for its owners.
@@ -282,46 +267,6 @@ class ShardedStep(StepContext):
         mesh = self.mesh if around.empty else around
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return lax.with_sharding_constraint(x, sharding)
-
-
-def mesh_to_open(
-    distribution: Distribution,
-    state: KfacState,
-    tree: PyTree,
-) -> tuple[CommContext, Mesh | AbstractMesh | None]:
-    """Return how blocks lie on devices, and the mesh over which to open a `shard_map`, or None."""
-    sharded = distribution.axis is not None or state.settings.devices > 1
-    comm, mesh = distribution.comm(tree, sharded)
-    if mesh is None or comm.owner_axes or AxisType.Explicit in mesh.axis_types:
-        return comm, mesh
-    # XLA partitions the program of a single device.
-    return comm, None
-
-
-def init_over_mesh(
-    settings: Settings,
-    options: Options,
-    comm: CommContext,
-    mesh: Mesh | AbstractMesh,
-    params: PyTree,
-) -> KfacState:
-    """Return the state before the first step, on a mesh."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    param_specs = find_param_specs(params) or settings.layers.param_specs
-    settings = dataclasses.replace(settings, param_specs=param_specs)
-    init = jax.shard_map(
-        lambda: init_state(settings, options, comm, shapes),
-        mesh=mesh,
-        in_specs=(),
-        out_specs=state_spec(comm.owner_axes),
-    )
-    state: KfacState = jax.jit(init)()
-    leaves = jax.tree.leaves(params)
-    if not isinstance(mesh, AbstractMesh) or not leaves:
-        return state
-    # Under `jit` a state that depends on no argument would not be on the mesh.
-    smallest = min(leaves, key=lambda leaf: leaf.size)
-    return state._replace(count=state.count + 0 * jnp.any(jnp.isnan(smallest)))
 
 
 def _picked(stack: Array, index: np.ndarray) -> Array:

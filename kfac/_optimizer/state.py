@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -17,10 +17,10 @@ from kfac._curvature.blocks import Group, group_layers
 from kfac._curvature.preconditioner import BlockPreconditioner
 from kfac._distributed.distribution import Distribution
 from kfac._distributed.owners import BlockAssignment, assign_blocks
-from kfac._factors import Block, static
+from kfac._factors import Block
 from kfac._layers import Layers
 from kfac._leaves import leaves_by_path
-from kfac._mesh import PyTree
+from kfac._mesh import AxisName, PyTree
 from kfac._optimizer.interval import Interval
 from kfac._optimizer.options import Options
 from kfac._optimizer.step_scaling import MomentumState
@@ -89,26 +89,6 @@ class BlockState(NamedTuple):
         return self.condition > 0
 
 
-# The tree structure and the array shapes `[1, ...]` of a single block, as a hashable value.
-Form = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FlatState:
-    """The blocks that a device owns in groups with fewer blocks than devices.
-
-    Attributes:
-      rows: for each field of `BlockState` that is stored here, a row `[1, elements]`. Outside `shard_map`, a row for
-        each device. Factors are packed as triangles, as in `Packed`.
-      stored: the places in the rows: a field of `BlockState`, a group's name, where its block starts and stops, and its
-        form.
-    """
-
-    rows: dict[str, Array]
-    stored: tuple[tuple[str, str, int, int, Form], ...] = static()
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -172,8 +152,9 @@ class KfacState(NamedTuple):
         devices' blocks. Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays
         `[k, ...]`), `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted`
         (`[k]`, the step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks
-        than devices, the parts that `flat_state` stores are None.
-      flat_state: the groups that have fewer blocks than devices, in a row on each device.
+        than devices, the fields that `flat_state` stores are `Place`s in its rows.
+      flat_state: the groups that have fewer blocks than devices. For each stored field of `BlockState`, a row
+        `[1, elements]`; outside `shard_map`, a row for each device. Factors are packed as triangles, as in `Packed`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
       members: for each group, a dictionary with a single entry. Its key lists the group's layer names in block order,
         and its value is the number of blocks. So a checkpoint for other layer names has another tree structure.
@@ -191,11 +172,18 @@ class KfacState(NamedTuple):
     unitwise_damping_scale: Array
     factor_ema_decay: Array
     blocks: dict[str, BlockState]
-    flat_state: FlatState
+    flat_state: dict[str, Array]
     learning_rates: Array
     members: dict[str, dict[str, Array]]
     metrics: KfacMetrics
     settings: Settings
+
+
+def state_spec(axis_name: AxisName) -> KfacState:
+    """Return the `PartitionSpec`s of a `KfacState`, each of which applies to a whole field."""
+    specs: dict[str, Any] = dict.fromkeys(KfacState._fields, PartitionSpec())
+    specs["blocks"] = specs["flat_state"] = PartitionSpec(axis_name)
+    return KfacState(**specs)
 
 
 class AdaptiveDampingState(NamedTuple):
@@ -300,18 +288,41 @@ def find_nodes(tree: PyTree, kind: type[Node]) -> list[Node]:
     return sum(inside, outermost)
 
 
-def find_state(opt_state: PyTree, argument: str) -> KfacState:
-    """Return the only `KfacState` in an optimizer state. Raise a `ValueError` unless there is exactly one."""
+def find_states(opt_state: PyTree, argument: str) -> list[KfacState]:
+    """Return the K-FAC states in a tree. Raise a `ValueError` if there is no such state."""
     states = find_nodes(opt_state, KfacState)
-    if len(states) == 1:
-        return pure(states[0])
-    how = ": it is what init of the optimizer has returned"
-    if states:
-        how = "; give the part of each"
-    raise ValueError(
-        f"{argument} must hold one K-FAC state, but is of type {type(opt_state).__name__} and holds "
-        f"{len(states)}{how}"
-    )
+    if not states:
+        raise ValueError(
+            f"{argument} holds no state of kfac.kfac, but is of type {type(opt_state).__name__}: pass what tx.init "
+            "returned"
+        )
+    return states
+
+
+def find_state(opt_state: PyTree, argument: str) -> KfacState:
+    """Return the only K-FAC state in a tree. Raise a `ValueError` unless there is exactly one."""
+    states = find_states(opt_state, argument)
+    if len(states) > 1:
+        raise ValueError(
+            f"{argument} must hold one K-FAC state, but holds {len(states)}: give the part of each"
+        )
+    return pure(states[0])
+
+
+def on_states(
+    fn: Callable[[KfacState], PyTree],
+    tree: PyTree,
+    other: Callable[[PyTree], PyTree] = lambda leaf: leaf,
+) -> PyTree:
+    """Map `fn` over the K-FAC states in a tree, and `other` over all other leaves."""
+
+    def is_state(node):
+        return isinstance(node, KfacState)
+
+    def mapped(node):
+        return fn(node) if is_state(node) else other(node)
+
+    return jax.tree.map(mapped, tree, is_leaf=is_state)
 
 
 def blocks_of(

@@ -38,8 +38,8 @@ from kfac._distributed.owners import lay_out_rounds
 from kfac._factors import Statistics
 from kfac._layers import Layers, format_bytes
 from kfac._mesh import PyTree
+from kfac._optimizer.init_state import init_state
 from kfac._optimizer.options import Options
-from kfac._optimizer.sharded_step import init_over_mesh
 from kfac._optimizer.state import Settings
 
 
@@ -314,5 +314,5 @@ def _state_bytes(settings: Settings) -> int:
     mesh = AbstractMesh((devices,), ("devices",))
     comm = CommContext(("devices",), ("devices",))
     options = Options(preconditioner=settings.preconditioner, momentum=0.9)
-    state = jax.eval_shape(lambda: init_over_mesh(settings, options, comm, mesh, {}))
+    state = jax.eval_shape(lambda: init_state(settings, options, comm, mesh, {}))
     return _count_bytes((state.blocks, state.flat_state)) // devices

@@ -286,9 +286,9 @@ def test_what_does_not_go_together_is_refused():
         ValueError, match=r"source must be a state with preconditioner=kfac.EKFAC\(\), but is one with Eigh"
     ):
         kfac.curvature.eigenbasis(other, LAYERS)
-    with pytest.raises(ValueError, match=r"source must hold one K-FAC state.* holds 0"):
+    with pytest.raises(ValueError, match=r"source holds no state of kfac\.kfac"):
         kfac.curvature.eigenbasis({"a": 1}, LAYERS)
-    with pytest.raises(ValueError, match=r"source must hold one K-FAC state.* holds 2; give the part"):
+    with pytest.raises(ValueError, match=r"source must hold one K-FAC state, but holds 2: give the part"):
         kfac.curvature.eigenbasis((state, state), LAYERS)
 
 

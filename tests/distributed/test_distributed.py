@@ -286,7 +286,7 @@ def test_a_state_for_another_number_of_devices_is_refused():
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="num_devices must be a positive int, but is 0"):
         kfac.state.scatter_state(state, 0)
-    with pytest.raises(ValueError, match="there is no K-FAC state"):
+    with pytest.raises(ValueError, match="holds no state of kfac"):
         kfac.state.gather_state({"momentum": jnp.zeros(3)})
     with pytest.raises(ValueError, match="portable must be what gather_state returns"):
         jax.eval_shape(lambda s: kfac.state.scatter_state(kfac.state.scatter_state(s, 4), 2), state)

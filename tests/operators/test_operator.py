@@ -287,7 +287,7 @@ def test_the_factors_of_a_state_are_its_averages():
     found = jax.jit(lambda state: kfac.curvature.factors_from_state(state, layers()))({"some": (state,)})
     assert list(found) == list(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, expected)
-    with pytest.raises(ValueError, match="must hold one K-FAC state"):
+    with pytest.raises(ValueError, match="holds no state of kfac"):
         kfac.curvature.factors_from_state({}, layers())
     # The state has as many blocks as on one device, but they are scattered over two.
     with pytest.raises(ValueError, match=r"must be the state of one device: call kfac\.state\.gather_state"):
@@ -329,7 +329,7 @@ def refusals():
     with_moments, basis = measured(basis=True)
     state = kfac.scale_by_kfac(layers()).init(parameters())
     return [
-        (lambda: kfac.curvature.block_operator(layers(), grads), "source must hold one K-FAC state"),
+        (lambda: kfac.curvature.block_operator(layers(), grads), "source holds no state of kfac"),
         (lambda: kfac.curvature.block_operator(layers(), factors, damping=-1.0), "damping must lie"),
         (lambda: kfac.curvature.block_operator(layers(), with_moments), "pass the basis="),
         (lambda: kfac.curvature.block_operator(layers(), factors, basis=basis), "have no moments"),

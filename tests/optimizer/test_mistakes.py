@@ -76,7 +76,7 @@ MISTAKES = {
     ),
     "state of another optimizer": (
         lambda: update(GRADS, "params", state=optax.adam(RATE).init(initial())),
-        r"opt_state must hold one K-FAC state, but is of type tuple and holds 0: it is what init",
+        r"opt_state holds no state of kfac\.kfac, but is of type tuple: pass what tx\.init returned",
     ),
     "statistics for another optimizer": (
         lambda: observe(optax.adam(RATE).init(initial()), measured(0)[1]),
@@ -88,7 +88,7 @@ MISTAKES = {
     ),
     "params where the state belongs": (
         lambda: kfac.statistics_due(initial()),
-        r"there is no K-FAC state in opt_state, of type dict",
+        r"opt_state holds no state of kfac\.kfac, but is of type dict",
     ),
     "has_aux and a scalar": (
         lambda: kfac.find_layers(loss_fn, initial(), batch(0), has_aux=True),

@@ -220,7 +220,7 @@ def test_mistakes_are_said():
     (grads, factors), state = measured(0), tx.init(initial())
     adam = optax.adam(0.1).init(initial())
     raising(lambda: kfac.observe(adam, factors), r"opt_state holds no state of kfac\.kfac, but is of type tuple")
-    raising(lambda: kfac.statistics_due(adam), r"no K-FAC state")
+    raising(lambda: kfac.statistics_due(adam), r"opt_state holds no state of kfac\.kfac")
     raising(lambda: kfac.observe(state, grads), r"factors must be what kfac\.statistics returns, but is dict")
     raising(
         lambda: kfac.observe(state, (grads, factors)), r"factors must be what kfac\.statistics returns, but is tuple"
