@@ -131,17 +131,14 @@ def as_varying(
     return jax.tree.map(mark, tree)
 
 
-def zeros_of(
-    fn: Callable,
-    *args: PyTree,
-) -> PyTree:
-    """Return zeros with the shape, sharding and varying axes of `fn(*args)`, for the start of a sum in a scan."""
+def zeros_of(avals: PyTree) -> PyTree:
+    """Return zeros with the shapes, shardings and varying axes that `jax.eval_shape` has returned."""
 
     def zeros(aval):
         zero = reshard_like(jnp.zeros(aval.shape, aval.dtype), aval)
         return as_varying(zero, varying_in(aval))
 
-    return jax.tree.map(zeros, jax.eval_shape(fn, *args))
+    return jax.tree.map(zeros, avals)
 
 
 def device_key(
@@ -222,7 +219,8 @@ def sum_of_parts(
         def add(total, k):
             return total + of_part(k), None
 
-        return lax.scan(add, zeros_of(lambda: of_part(0)), jnp.arange(count))[0]
+        zeros = zeros_of(jax.eval_shape(of_part, 0))
+        return lax.scan(add, zeros, jnp.arange(count))[0]
 
     names = dividing_axes(arrays[0].shape[0])
     if not names:

@@ -107,7 +107,7 @@ def in_parts(
 
 def _mean(fn: Callable, parts: PyTree, count: int) -> PyTree:
     """Average `fn` over the `count` slices of `parts` along the leading axis."""
-    zeros = zeros_of(fn, jax.tree.map(lambda x: x[0], parts))
+    zeros = zeros_of(jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts)))
     for path, leaf in jax.tree.leaves_with_path(zeros):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(

@@ -51,7 +51,6 @@ from kfac._mesh import (
     device_axes,
     device_key,
     on_mesh,
-    reshard_like,
     varying_axes,
     varying_in,
     zeros_of,
@@ -305,9 +304,7 @@ class Evaluator:
             inputs = [*(leaves | wanted).values(), *traced.arrays]
             return replay(traced.program, inputs, planned.plan, entries)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), planned.probes)
-        probes = reshard_like(zeros, planned.probes)
-        probes = as_varying(probes, varying_axes(params))
+        probes = as_varying(zeros_of(planned.probes), varying_axes(params))
         outs, found, factors = _differentiate(
             run, planned, marks, wanted, probes, entries, self.fisher
         )
@@ -433,7 +430,7 @@ def _sum_of_moments(factors_of: Callable, units: Array) -> Factors:
     def add(total, unit):
         return optax.tree.add(total, factors_of(unit)), None
 
-    total, _ = lax.scan(add, zeros_of(factors_of, units[0]), units)
+    total, _ = lax.scan(add, zeros_of(jax.eval_shape(factors_of, units[0])), units)
     return optax.tree.scale(1 / len(units), total).unscale(len(units) ** -0.5)
 
 

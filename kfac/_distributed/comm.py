@@ -67,7 +67,7 @@ class CommContext:
         """
         if self.axes and axis_size(self.axes) is None:
             where = "call update and observe inside jax.pmap or jax.shard_map over that axis"
-            raise ValueError(f"axis_name={_name(self.axes)!r} is not bound: {where}")
+            raise ValueError(f"axis_name={name_of(self.axes)!r} is not bound: {where}")
         return lax.axis_size(self.owner_axes)
 
     def owns(self, assignment: BlockAssignment) -> Array:
@@ -199,7 +199,7 @@ class CommContext:
         axes = self.axes
         unnamed = sorted(varying_axes(tree).difference(axes))
         if axes and unnamed:
-            where = f"{what} differ between the devices of {unnamed}, which axis_name={_name(axes)!r} does not name"
+            where = f"{what} differ between the devices of {unnamed}, which axis_name={name_of(axes)!r} does not name"
             names = f"pass axis_name={(*axes, *unnamed)!r}, or no Distribution"
             raise ValueError(
                 f"{where}. If these have the same parameters, {names}. If not, {SPLIT_BY_HAND}"
@@ -262,5 +262,5 @@ SPLIT_BY_HAND = (
 )
 
 
-def _name(axes: AxisNames) -> str | AxisNames:
+def name_of(axes: AxisNames) -> str | AxisNames:
     return axes[0] if len(axes) == 1 else axes

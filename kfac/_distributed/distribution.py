@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kfac._checks import check, check_axis_name, check_type
-from kfac._distributed.comm import CommContext
+from kfac._distributed.comm import CommContext, name_of
 from kfac._mesh import (
     AxisName,
     AxisNames,
@@ -115,7 +115,7 @@ class Distribution:
         if not axes:
             axes = device_axes()
             if axes and not varying_axes(lax.axis_index(axes)):
-                name = axes[0] if len(axes) == 1 else axes
+                name = name_of(axes)
                 raise ValueError(
                     f"jax.pmap, and jax.shard_map with check_vma=False, do not tell whether the devices of {name!r} "
                     f"have the same parameters. If so, pass the optimizer distribution=kfac.Distribution({name!r}); if "

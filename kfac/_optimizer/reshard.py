@@ -17,7 +17,7 @@ from kfac._checks import check
 from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._mesh import AxisName, PyTree, axis_names, mesh_of, on_mesh, reshard_like
+from kfac._mesh import AxisName, PyTree, mesh_of, on_mesh, reshard_like
 from kfac._optimizer.flat_state import block_of, closed
 from kfac._optimizer.state import KfacState, find_states, on_states, state_spec
 
@@ -83,9 +83,8 @@ def shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         return jax.tree.map(lambda leaf: NamedSharding(mesh, spec), tree)
 
     def of_state(state):
-        distribution = state.settings.distribution
-        axes = distribution.owner_axes or distribution.axis or mesh.axis_names
-        return KfacState(*map(of_leaves, state, state_spec(axis_names(axes))))
+        comm, _ = state.settings.distribution.comm(params)
+        return KfacState(*map(of_leaves, state, state_spec(comm.owner_axes)))
 
     return on_states(of_state, state, lambda leaf: NamedSharding(mesh, PartitionSpec()))
 
