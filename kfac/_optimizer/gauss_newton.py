@@ -54,8 +54,9 @@ def gauss_newton(
     preconditioned by K-FAC's inverse (Martens 2010). A product with `F` takes a forward-mode derivative and a backward
     pass.
 
-    The damping `l` is a multiple of the loss, and K-FAC's blocks have the same damping. The multiple follows the
-    Levenberg-Marquardt rule of `adaptive_damping`. A step after which the batch's loss is larger is rejected.
+    The damping `l` is a multiple of the loss's absolute value, and K-FAC's blocks have the same damping. The multiple
+    follows the Levenberg-Marquardt rule of `adaptive_damping`. A step after which the batch's loss is larger is
+    rejected.
 
     **Minibatches.** The loss marks its output, see `mark_output`. A batch should hold at least a tenth of the data::
 
@@ -124,7 +125,9 @@ def gauss_newton(
       factor_ema_decay: see `natural_gradient`. Choose about 0.9 for minibatches.
       damping: the initial multiple of the loss, at least `min_damping`.
       min_damping: the smallest multiple of the loss.
-      num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`.
+      num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`. `train_step` has an
+        option of the same name, so bind this one first:
+        `optimizer=functools.partial(kfac.gauss_newton, num_examples=n)`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. `kfac.diagnostics` reports `damping`, `reduction_ratio` and
@@ -257,8 +260,8 @@ def _raveled(params: optax.Params) -> tuple[Array, Callable]:
 
 
 def _damping(multiple: Array, value: Array) -> Array:
-    # A loss that is zero, or negative because a constant is missing, gives the damping no scale.
-    return multiple * jnp.maximum(value, jnp.finfo(value.dtype).tiny)
+    # A loss of zero gives the damping no scale. Densities make losses negative.
+    return multiple * jnp.maximum(jnp.abs(value), jnp.finfo(value.dtype).tiny)
 
 
 def _solved(

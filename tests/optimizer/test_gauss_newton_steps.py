@@ -398,6 +398,21 @@ def test_gauss_newton_in_train_step_with_micro_batches_takes_the_steps_of_whole_
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9), one, parts)
 
 
+def test_gauss_newton_minimises_a_negative_loss():
+    """Check a loss like that of a density, whose absolute value sets the damping. It binds `num_examples`, too."""
+    params, batch = classified()
+
+    def loss(params, batch):
+        return marked_loss(params, batch) - 2
+
+    optimizer = functools.partial(kfac.gauss_newton, num_examples=16)
+    step = kfac.train_step(loss, 1.0, optimizer=optimizer, fisher="expected", num_examples=16)
+    state = step.init(params, batch)
+    for k in range(3):
+        params, state, before = step(params, state, batch, fisher_key=jax.random.key(k))
+    assert loss(params, batch) < before < loss(classified()[0], batch)
+
+
 def test_gauss_newton_on_four_devices_takes_the_steps_of_one():
     _, batch = classified()
     mesh = Mesh(jax.devices()[:4], ("d",))
