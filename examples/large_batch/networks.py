@@ -535,7 +535,7 @@ def first_step(name: str, method: str, data_dir: Path) -> float:
     """
     maker = kfac.train_step if method == "kfac" else functools.partial(first_attempt.first_order, optimizer=method)
     if name == README:
-        vars(simple)["kfac"] = SimpleNamespace(train_step=maker)
+        vars(simple)["kfac"] = SimpleNamespace(**vars(kfac) | {"train_step": maker})
         with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(sys.stderr):
             began = time.process_time()
             simple.main(["--steps", "2", "--output", output])

@@ -323,3 +323,10 @@ def test_adaptive_rates_grow_where_the_loss_falls_along_the_last_update_and_neve
         updates, state = tx.update({"flat": jnp.ones(3), "sharp": sign * jnp.ones(3)}, state, params)
     assert state.multipliers["flat"] == 4 and state.multipliers["sharp"] == 1
     np.testing.assert_allclose(updates["flat"], -0.4, rtol=1e-6)
+
+
+def test_first_step_runs_the_first_command_of_the_readme():
+    words = ["first-step", "--networks", "the README's first command", "--methods", "adamw"]
+    script = str(FOLDER / "networks.py")
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=True)
+    assert float(done.stdout.split()[-1]) > 0
