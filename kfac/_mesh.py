@@ -259,8 +259,7 @@ def with_auto_axes(
 
     Args:
       fn: the function.
-      like: arrays, `jax.ShapeDtypeStruct`s or `PartitionSpec`s whose sharding the results get. None replicates the
-        results.
+      like: arrays or `PartitionSpec`s whose sharding the results get. None replicates the results.
     """
     if not explicit_axes():
         return fn
@@ -268,8 +267,7 @@ def with_auto_axes(
     def spec(x):
         if isinstance(x, PartitionSpec):
             return explicit_part(x)
-        aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-        return PartitionSpec() if aval.sharding is None else aval.sharding.spec
+        return jax.typeof(x).sharding.spec
 
     if like is None:
         like = PartitionSpec()
@@ -277,12 +275,32 @@ def with_auto_axes(
     return jax.sharding.auto_axes(fn, axes=explicit_axes(), out_sharding=specs)
 
 
+def replicated(tree: PyTree) -> PyTree:
+    """Replicate the arrays that are sharded over explicit mesh axes. This also works outside `jit`."""
+
+    def copied(x):
+        sharding = jax.typeof(x).sharding
+        if not any(sharding.spec):
+            return x
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(copied, tree)
+
+
 def reshard_like(
     tree: PyTree,
-    like: PyTree = None,
+    like: PyTree,
 ) -> PyTree:
-    """Reshard arrays over explicit mesh axes like the arrays in `like`. None replicates them."""
-    return with_auto_axes(lambda tree: tree, like)(tree)
+    """Reshard arrays over explicit mesh axes like the arrays in `like`."""
+
+    def resharded(x, like):
+        aval = like if isinstance(like, jax.ShapeDtypeStruct) else jax.typeof(like)
+        sharding = aval.sharding
+        if sharding is None or not any(sharding.spec):
+            return x
+        return jax.reshard(x, sharding)
+
+    return jax.tree.map(resharded, tree, like)
 
 
 def split_along(

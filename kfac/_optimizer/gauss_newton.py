@@ -18,7 +18,7 @@ from kfac._checks import check, check_count, check_layers, check_number
 from kfac._curvature.eigh import Eigh
 from kfac._layers import Layers
 from kfac._linalg import exact_product
-from kfac._mesh import device_axes, reshard_like
+from kfac._mesh import device_axes, replicated
 from kfac._optimizer.adaptive_damping import PredictingState, adaptive_damping
 from kfac._optimizer.scale_by_kfac import scale_by_kfac
 from kfac._optimizer.step_scaling import ScalarOrSchedule, value_at
@@ -286,7 +286,7 @@ def _solved(
 
     def evaluate(params):
         # Every device solves the whole system.
-        made = reshard_like(jacobian_fn(params))
+        made = replicated(jacobian_fn(params))
         if not (isinstance(made, tuple) and len(made) == 2 and _is_real(made[0])):
             raise ValueError(
                 "jacobian_fn must return a pair: one array of real residuals, and their Jacobian as of jax.jacobian. "

@@ -17,7 +17,7 @@ from kfac._checks import check
 from kfac._distributed.comm import Everywhere
 from kfac._distributed.distribution import Distribution, check_distribution
 from kfac._distributed.owners import BlockAssignment
-from kfac._mesh import AxisName, PyTree, mesh_of, on_mesh, reshard_like
+from kfac._mesh import AxisName, PyTree, mesh_of, replicated
 from kfac._optimizer.flat_state import block_of, closed
 from kfac._optimizer.state import KfacState, find_states, on_states, state_spec
 
@@ -96,7 +96,6 @@ def _check_optimizer(tx: object) -> None:
         )
 
 
-@on_mesh
 def gather_state(opt_state: Any) -> Any:
     """Convert an optimizer state to the state of a single device, for a checkpoint.
 
@@ -129,7 +128,7 @@ def gather_state(opt_state: Any) -> Any:
                     f"opt_state must hold the {expected} blocks of all {assignment.devices} devices in a row, but has "
                     f"{shape}: gather outside of shard_map and pmap, from all processes"
                 )
-        node = reshard_like(node)
+        node = replicated(node)
         blocks = {}
         for name, assignment in assignments.items():
             in_order = operator.itemgetter(assignment.block_to_slot)

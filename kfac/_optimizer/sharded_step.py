@@ -24,7 +24,7 @@ from kfac._factors import Factors, Packed
 from kfac._layers import Layer
 from kfac._leaves import leaves_by_path, map_by_path
 from kfac._linalg import finite
-from kfac._mesh import PyTree, reshard_like, with_auto_axes
+from kfac._mesh import PyTree, replicated, reshard_like, with_auto_axes
 from kfac._optimizer.averages import (
     BatchStacks,
     observe_here,
@@ -96,7 +96,7 @@ class ShardedStep(StepContext):
             return preconditioned_step(device, updates, params, now)
 
         def lay_out(tree):
-            return self.to_owners(tree) if split else Gradients(reshard_like(tree))
+            return self.to_owners(tree) if split else Gradients(replicated(tree))
 
         specs: Any = Gradients(PartitionSpec(), PartitionSpec(self.owner_axes))  # type: ignore[arg-type]
         states = state_spec(self.owner_axes)
@@ -184,7 +184,7 @@ class ShardedStep(StepContext):
         tree = map_by_path(self.like_param, tree)
         flags = {}
         for path, leaf in self.skipped(tree).items():
-            flags[path] = reshard_like(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
+            flags[path] = replicated(jnp.where(finite(leaf, 0), 0.0, jnp.nan))
 
         def before_cut(layer, matrix):
             return self.lying(matrix, None, *self.across(layer))

@@ -242,6 +242,17 @@ def test_scatter_state_gives_split_parameters_the_form_of_a_new_state():
     assert jax.tree.structure(moved) == jax.tree.structure(state)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gather_state_works_outside_jit(kind):
+    """Check explicit axes, where no mesh is set and JAX reshards an array by itself only."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    params = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 3))}
+    layers = kfac.find_layers(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]), params, jnp.ones((8, 4)))
+    tx = kfac.kfac(0.1, layers)
+    found = kfac.state.gather_state(tx.init(jax.device_put(params, NamedSharding(mesh, P()))))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(tx.init(params)))
+
+
 @pytest.mark.slow
 def test_scatter_state_moves_a_run_with_split_parameters(x64):
     """Move a run with FSDP from four devices to two, as the guide to several devices does."""
