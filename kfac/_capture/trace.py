@@ -192,8 +192,8 @@ def trace(
         named = named_arguments(batch_argnums, arguments, len(args))
     candidates = _candidates(list(arguments), leaves_of_arguments, named)
     batch, program = _find_batch(compared, candidates)
-    if named is None:
-        _warn_if_time_major(batch, leaves_of_arguments, arrays)
+    if named is None and program is not None:
+        _warn_if_no_batch(batch, program, leaves_of_arguments, arrays)
     for key in named if named and batch.leaves else ():
         if key not in batch.argnums:
             raise ValueError(
@@ -408,29 +408,37 @@ def _candidates(
             yield batches
 
 
-def _warn_if_time_major(
-    batch: Batch, leaves: Sequence[Leaf], arrays: Sequence[AnyArray]
+def _warn_if_no_batch(
+    batch: Batch,
+    program: Program,
+    leaves: Sequence[Leaf],
+    arrays: Sequence[AnyArray],
 ) -> None:
-    """Warn if time steps may have been taken for examples.
+    """Warn if time steps or layers may have been taken for examples.
 
     Beside a time-major sequence `[time, examples, ...]`, labels `[examples]` are as long as its second axis. So are
     many arrays without examples, such as frozen weights and scales, so only integers count.
     """
-    if len(batch.leaves) != 1:
-        return
-    [sequence] = batch.leaves
-    width = arrays[sequence.position].shape[1:2]
-    if width == (sequence.length,):
-        return
-    for leaf in leaves:
-        is_integer = jnp.issubdtype(arrays[leaf.position].dtype, jnp.integer)
-        if is_integer and (leaf.length,) == width:
-            warnings.warn(
-                f"the {sequence.length} rows of {sequence.name} count as examples, but {leaf.name} has {leaf.length}, "
-                f"as many as the second axis of {sequence.name}. If the batch is time-major, put examples on the first "
-                f"axis; if it is not, batch_argnums={sequence.argument!r} says so",
-                stacklevel=2,
-            )
+    if len(batch.leaves) == 1:
+        [sequence] = batch.leaves
+        width = arrays[sequence.position].shape[1:2]
+        for leaf in leaves if width != (sequence.length,) else ():
+            is_integer = jnp.issubdtype(arrays[leaf.position].dtype, jnp.integer)
+            if is_integer and (leaf.length,) == width:
+                warnings.warn(
+                    f"the {sequence.length} rows of {sequence.name} count as examples, but {leaf.name} has "
+                    f"{leaf.length}, as many as the second axis of {sequence.name}. If the batch is time-major, put "
+                    f"examples on the first axis; if it is not, batch_argnums={sequence.argument!r} says so",
+                    stacklevel=2,
+                )
+                return
+    if _only_longer_loops(program):
+        warnings.warn(
+            f"the {batch.num_examples} rows of {batch.where} count as examples, but the loss only loops over them, as "
+            f"over time steps or layers. If they are examples, batch_argnums={batch.argnums} says so; otherwise put "
+            "examples on the first axis, and write no batch size into the loss",
+            stacklevel=2,
+        )
 
 
 def leaf_name(key: ArgKey, path: Any) -> str:

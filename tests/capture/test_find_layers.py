@@ -1027,8 +1027,25 @@ def test_find_layers_takes_a_frozen_stack_of_layers_for_the_batch_only_without_a
     def in_parts(params, parts):  # the same growth, but each part has examples
         return jax.lax.scan(lambda mean, x: (mean + jnp.mean(x @ params["w"]) / 5, None), 0.0, parts)[0]
 
-    layers = kfac.find_layers(in_parts, params, jnp.zeros((5, 8, 4)))
+    with pytest.warns(UserWarning, match=r"the 5 rows of argument 1 .* only loops .* batch_argnums=\(1,\) says so"):
+        layers = kfac.find_layers(in_parts, params, jnp.zeros((5, 8, 4)))
     assert (layers.num_examples, layers.batch_argnums) == (5, (1,))
+    assert kfac.find_layers(in_parts, params, jnp.zeros((5, 8, 4)), batch_argnums=(1,)) == layers
+
+
+def test_find_layers_warns_if_time_steps_or_layers_count_as_examples():
+    def last_state(params, batch):
+        step = lambda h, x: (jnp.tanh(x @ params["w"] + h), None)  # noqa: E731
+        return jnp.mean((jax.lax.scan(step, jnp.zeros((8, 4)), batch["x"])[0] - batch["y"]) ** 2)
+
+    def with_stack(params, stack, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)
+        return jnp.mean(x.reshape(8, 4) @ params["w"])
+
+    params, x = {"w": jnp.zeros((4, 4))}, jnp.zeros((8, 4))
+    for loss, batch in ((last_state, ({"x": jnp.zeros((5, 8, 4)), "y": x},)), (with_stack, (jnp.zeros((5, 4, 4)), x))):
+        with pytest.warns(UserWarning, match="the 5 rows of argument 1 count as examples, but the loss only loops"):
+            kfac.find_layers(loss, params, *batch)
 
 
 def test_layers_do_not_depend_on_the_size_of_the_batch():

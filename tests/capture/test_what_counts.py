@@ -136,7 +136,7 @@ def test_what_comes_back_by_a_later_iteration_counts():
         return jnp.mean(total)
 
     params, x = {"w": normal(0, D, H, dtype=np.float32)}, normal(2, T, N, D, dtype=np.float32)
-    layers = kfac.find_layers(loss, params, x)
+    layers = kfac.find_layers(loss, params, x, batch_argnums=1)
     factors = jax.jit(kfac.value_and_grad(loss, layers, num_examples=N))(params, x)[2]
     rows = np.reshape(x, (-1, D))
     np.testing.assert_allclose(factors["w"].A, rows.T @ rows / N, rtol=1e-5)
