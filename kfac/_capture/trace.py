@@ -124,8 +124,8 @@ def check_params(params: PyTree) -> tuple[list[str], list[tuple[int, ...]]]:
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"parameter {name!r} has dtype {leaf.dtype}, but must be real. Parameters are the first argument of "
-                f"loss_fn, before the batch; pass other arrays as further arguments: {HOW_TO_SPLIT}"
+                f"parameter {name!r} has dtype {leaf.dtype}, but must be a real float. Parameters are the first "
+                f"argument of loss_fn, before the batch; pass other arrays as further arguments: {HOW_TO_SPLIT}"
             )
     return names, [tuple(leaf.shape) for leaf in leaves]
 

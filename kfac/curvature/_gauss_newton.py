@@ -141,9 +141,12 @@ def gauss_newton(
     if batches > 1:
         shapes = map(jnp.shape, jax.tree.leaves(data))
         for shape in (*shapes, (num_examples or 0,)):
-            length = shape[0] if shape else "a number among the data"
+            length = shape[0] if shape else "a scalar among the data"
             if not shape or shape[0] % batches:
-                raise ValueError(f"batches={batches} does not divide {length}")
+                raise ValueError(
+                    f"batches={batches} does not divide {length}: loss_fn may close over what all examples share, "
+                    "such as a key"
+                )
     if num_examples is not None:
         num_examples //= batches
     data = jax.tree.map(jnp.asarray, data)

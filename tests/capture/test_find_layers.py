@@ -1180,7 +1180,7 @@ def test_other_layers_than_expected_are_an_error():
         (lambda p: p["w"], {"w": np.ones(2)}, "real scalar"),
         (lambda p: (jnp.sum(p["w"]), 1), {"w": np.ones(2)}, "has_aux=True"),
         (lambda p: 1.0, {"w": np.ones(2)}, "real scalar"),
-        (lambda p: jnp.sum(p["w"]), {"w": np.ones(2, np.int32)}, "must be real"),
+        (lambda p: jnp.sum(p["w"]), {"w": np.ones(2, np.int32)}, "has dtype int32, but must be a real float"),
         (lambda p: jnp.sum(p["w"]), {"w": 1.0}, "array"),
         (lambda p: jnp.sum(p["w"]).astype(jnp.complex64), {"w": np.ones(2)}, "real scalar"),
     ],

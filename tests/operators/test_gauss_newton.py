@@ -159,5 +159,7 @@ def test_refusals():
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             kfac.curvature.gauss_newton(losses, parameters(), data(), **options)
+    with pytest.raises(ValueError, match="a scalar among the data: loss_fn may close over"):
+        kfac.curvature.gauss_newton(losses, parameters(), data(), jax.random.key(0), batches=3)
     with pytest.raises(ValueError, match="Pass num_examples= to gauss_newton"):
         kfac.curvature.gauss_newton(losses, parameters(), data()) @ tree()

@@ -269,7 +269,7 @@ MISTAKES |= {
     ),
     "the batch before the parameters": (
         lambda: kfac.train_step(lambda batch, params: loss_fn(params, batch), RATE).init(batch(0), initial()),
-        r"must be real. Parameters are the first argument",
+        r"must be a real float. Parameters are the first argument",
     ),
     "the state of scale_by_kfac": (
         lambda: update(GRADS, "params", state=kfac.scale_by_kfac(layers()).init(initial())),
