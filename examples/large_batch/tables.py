@@ -303,7 +303,9 @@ def draw_ablation(path: Path) -> None:
         axis.grid(axis="x", alpha=0.3)
         if NETWORKS[name].unit != "%":
             axis.invert_xaxis()
-        axis.set_title(f"{NETWORKS[name].label}, N/{share}", fontsize=9)
+        # Long titles extend to the left, above the labels, and not beyond the figure.
+        axis.set_title(f"{NETWORKS[name].label}, N/{share}", fontsize=9, loc="right")
+        axis.set_xlabel({"%": "accuracy"}.get(NETWORKS[name].unit, NETWORKS[name].unit), fontsize=8)
         axis.tick_params(labelsize=8)
     figure.savefig(path, dpi=110)
 
