@@ -123,8 +123,8 @@ def gauss_newton(
         batch that `F` uses. With 0, only the rate and the momentum come from the model.
       min_gain: iterations stop as soon as one improves the model by less than this fraction of its whole improvement.
       factor_ema_decay: see `natural_gradient`. Choose about 0.9 for minibatches.
-      damping: the initial multiple of the loss, at least `min_damping`.
-      min_damping: the smallest multiple of the loss.
+      damping: the initial multiple of the loss's absolute value, at least `min_damping`.
+      min_damping: the smallest multiple.
       num_examples: the number of examples over which the loss is averaged, as for `value_and_grad`. `train_step` has an
         option of the same name, so bind this one first:
         `optimizer=functools.partial(kfac.gauss_newton, num_examples=n)`.
@@ -166,7 +166,7 @@ def gauss_newton(
         )
 
     def quadratic_step(multiple):
-        """Return the optimizer with a damping of `multiple` times the loss."""
+        """Return the optimizer with a damping of `multiple` times the loss's absolute value."""
 
         def init(params):
             blocks = preconditioner(1.0).init(params)

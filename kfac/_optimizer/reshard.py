@@ -179,7 +179,7 @@ def scatter_state(
             )
         # As in a new state of the optimizer, whose layers know how the parameters are split here. On one device they
         # are not, even if these layers come from several.
-        known = num_devices > 1 or distribution is not None
+        known = num_devices > 1 or (distribution or Distribution()).axis is not None
         settings = dataclasses.replace(
             node.settings,
             distribution=distribution or Distribution(),

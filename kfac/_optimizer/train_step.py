@@ -115,6 +115,13 @@ class TrainStep:
                 f"num_microbatches={self.num_microbatches} does not divide the {count} examples of the batch"
             )
         opt_state = self._programs["init"](params)
+        preconditioner = _kfac_state(opt_state).settings.preconditioner
+        known = self.given is not None or "max_factor_dim" in self.found
+        if preconditioner.uses_example_moments and not known:
+            # As in `train_step`, which could not see the preconditioner.
+            self.found["max_factor_dim"] = MAX_DIM
+            self.__dict__.pop("_programs")
+            return self.init(params, *args, kwargs=kwargs)
         leaves = jax.tree.leaves(opt_state)
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if self.verbose and not traced and jax.process_index() == 0:
@@ -198,7 +205,7 @@ class TrainStep:
         lines = [
             f"{found}, {type(preconditioner).__name__}",
             f"{examples}; statistics{part} {when}",
-            _cost(layers, preconditioner, period, one_in) + extra,
+            _cost(layers, preconditioner, period, one_in, extra),
             f"the state takes {format_bytes(size)} per device, {size / adam:.1f} times Adam's",
             f"the first step compiles two programs{kept}",
         ]
@@ -466,7 +473,7 @@ def train_step(
         ) from error
     try:
         empty = jax.eval_shape(tx.init, {})
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError, AttributeError):
         # A mask for weight decay may need the parameters. `init` has them, and raises other errors again.
         preconditioner = options.get("preconditioner")
     else:
@@ -556,14 +563,18 @@ def _kfac_state(opt_state: PyTree) -> KfacState:
 
 
 def _cost(
-    layers: Layers, preconditioner: BlockPreconditioner, period: int, one_in: int
+    layers: Layers,
+    preconditioner: BlockPreconditioner,
+    period: int,
+    one_in: int,
+    extra: str,
 ) -> str:
-    """Return a line with the FLOPs of a mean step."""
+    """Return a line with the FLOPs of a mean step; `extra` says what they leave out."""
     prices = prices_of_layers(layers, preconditioner, period, one_in)
     if not prices:
         return "the gradient's FLOPs are unknown, and so is the cost of a step"
     times = 1 + sum(prices.values())
-    line = f"on average, a step costs {times:.2f} times the gradient's FLOPs"
+    line = f"on average, a step costs {times:.2f} times the gradient's FLOPs{extra}"
     name = max(prices, key=prices.__getitem__)
     rows = max(layers[name].d_in, layers[name].d_out)
     if prices[name] < EXPENSIVE or rows < LONG:

@@ -1042,10 +1042,26 @@ def test_find_layers_warns_if_time_steps_or_layers_count_as_examples():
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)
         return jnp.mean(x.reshape(8, 4) @ params["w"])
 
+    def last_output(params, batch):
+        step = lambda h, x: (jnp.tanh(x @ params["w"] + h),) * 2  # noqa: E731
+        return jnp.mean((jax.lax.scan(step, jnp.zeros((8, 4)), batch["x"])[1][-1] - batch["y"]) ** 2)
+
     params, x = {"w": jnp.zeros((4, 4))}, jnp.zeros((8, 4))
-    for loss, batch in ((last_state, ({"x": jnp.zeros((5, 8, 4)), "y": x},)), (with_stack, (jnp.zeros((5, 4, 4)), x))):
+    steps = ({"x": jnp.zeros((5, 8, 4)), "y": x},)
+    for loss, batch in ((last_state, steps), (last_output, steps), (with_stack, (jnp.zeros((5, 4, 4)), x))):
         with pytest.warns(UserWarning, match="the 5 rows of argument 1 count as examples, but the loss only loops"):
             kfac.find_layers(loss, params, *batch)
+
+
+def test_find_layers_does_not_warn_of_a_loss_that_sums_parts_of_the_batch():
+    """Check it for a language model's loss by chunks of tokens: the loop has another length than the batch."""
+
+    def by_chunks(params, batch):
+        tokens = (batch @ params["w"]).reshape(-1, 4, 4)
+        return jax.lax.scan(lambda total, x: (total + jnp.sum(x**2), None), 0.0, tokens)[0] / batch[..., 0].size
+
+    layers = kfac.find_layers(by_chunks, {"w": jnp.ones((4, 4))}, jnp.ones((8, 16, 4)))
+    assert layers.num_examples == 8
 
 
 def test_layers_do_not_depend_on_the_size_of_the_batch():

@@ -197,11 +197,12 @@ def test_scatter_state_has_the_structure_of_a_new_state_on_one_device(x64):
     def new(devices, *axes):
         mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
         params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*axes[: x.ndim]))), initial())
-        return kfac.kfac(0.1, kfac.find_layers(loss_fn, params, batches()[0])).init(params)
+        return kfac.kfac(0.1, kfac.find_layers(loss_fn, params, batches()[0]), distribution=halves).init(params)
 
+    halves = kfac.Distribution(communication_dtype="bfloat16")
     state = new(DEVICES, "data", None)
     assert jax.tree.structure(state) == jax.tree.structure(new(DEVICES, "data"))
-    moved = kfac.state.scatter_state(kfac.state.gather_state(state), 1)
+    moved = kfac.state.scatter_state(kfac.state.gather_state(state), 1, distribution=halves)
     assert jax.tree.structure(moved) == jax.tree.structure(new(1, "data"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import equinox as eqx
@@ -501,6 +502,21 @@ def test_train_step_takes_a_weight_decay_mask_like_the_parameters():
         assert jnp.any(decayed["w"] != plain["w"])
     with pytest.raises(ValueError):
         result(weight_decay=0.5, weight_decay_mask={"w": True})
+
+
+def test_train_step_leaves_kernels_whole_for_the_moments_of_ekfac():
+    """Check it for an optimizer that hides its preconditioner until it has the parameters."""
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(x @ params["w"]))
+
+    params, x = {"w": jnp.ones((512, 8)) / 20}, normal(0, 8, 512, dtype=np.float32)
+    masked = {"preconditioner": kfac.EKFAC(), "weight_decay": 0.1, "weight_decay_mask": {"w": True}}
+    for tx in (functools.partial(kfac.kfac, **masked), lambda rate, layers: kfac.kfac(rate, layers, **masked)):
+        step = kfac.train_step(loss_fn, 0.1, optimizer=tx, verbose=False)
+        step(params, step.init(params, x), x)
+        [layers] = step.layers.values()
+        assert layers["w"].num_blocks == (1, 1)
 
 
 @pytest.mark.slow
