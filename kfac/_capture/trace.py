@@ -231,7 +231,7 @@ def _try(compared: Callable, batch: Batch) -> Program | str:
 
 
 def _only_longer_loops(program: Program) -> bool:
-    """Return whether no operation reduces an axis that grows. Taking out a row, such as a last time step, is allowed."""
+    """Return whether no operation reduces a growing axis. Taking out a row, such as a last time step, is allowed."""
     for op in program.walk():
         entering = any(any(value.grown) for value in op.inputs)
         leaving = any(any(value.grown) for value in op.outputs)
