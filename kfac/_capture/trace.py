@@ -235,7 +235,7 @@ def _only_longer_loops(program: Program) -> bool:
     for op in program.walk():
         entering = any(any(value.grown) for value in op.inputs)
         leaving = any(any(value.grown) for value in op.outputs)
-        takes = op.eqn.primitive.name in ("slice", "dynamic_slice")
+        takes = op.name in ("slice", "dynamic_slice")
         if op.alive and entering and not leaving and not op.inner and not takes:
             return False
     return True
