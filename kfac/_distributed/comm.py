@@ -263,4 +263,5 @@ SPLIT_BY_HAND = (
 
 
 def name_of(axes: AxisNames) -> str | AxisNames:
+    """Return the axes as a user writes them: a single name without its tuple."""
     return axes[0] if len(axes) == 1 else axes

@@ -171,18 +171,19 @@ def scatter_state(
     check(num_devices=num_devices)
     check_distribution(distribution)
     find_states(portable, "portable")
+    distribution = distribution or Distribution()
+    # A new state takes the split of the parameters from its layers. On one device nothing is split, even if these
+    # layers come from several.
+    known = num_devices > 1 or distribution.axis is not None
 
     def scatter(node):
         if node.settings.devices > 1:
             raise ValueError(
                 "portable must be what gather_state returns, but is a state for several devices"
             )
-        # As in a new state of the optimizer, whose layers know how the parameters are split here. On one device they
-        # are not, even if these layers come from several.
-        known = num_devices > 1 or (distribution or Distribution()).axis is not None
         settings = dataclasses.replace(
             node.settings,
-            distribution=distribution or Distribution(),
+            distribution=distribution,
             devices=num_devices,
             param_specs=node.settings.layers.param_specs if known else (),
         )
