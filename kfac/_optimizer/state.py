@@ -152,7 +152,7 @@ class KfacState(NamedTuple):
         devices' blocks. Each stack has the fields `factors` (running averages, a `Kronecker` or a `Unitwise` of arrays
         `[k, ...]`), `weight` (`[k]`, 0 before the first statistics), `preconditioner`, `condition` (`[k]`), `inverted`
         (`[k]`, the step of the last refresh) and `momentum_state` (momentum and rates). If a group has fewer blocks
-        than devices, the fields that `flat_state` stores are `Place`s in its rows.
+        than devices, the fields that `flat_state` stores are `Place` objects, which point into its rows.
       flat_state: the groups that have fewer blocks than devices. For each stored field of `BlockState`, a row
         `[1, elements]`; outside `shard_map`, a row for each device. Factors are packed as triangles, as in `Packed`.
       learning_rates: `[2]`, the last and the highest learning rate so far, for `adaptive_layer_rates`.
