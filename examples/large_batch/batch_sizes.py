@@ -11,8 +11,9 @@ For each batch size, a method first tries three learning rates at the same budge
 the method's rate in `RATES`, scaled by the root of the batch size. While the largest or smallest rate is best, the
 method tries another rate beyond it, at most four times. The best rate then runs with larger or smaller budgets, until
 one budget reaches the target and the next smaller budget misses it. The number of steps is interpolated between the
-two, on a logarithmic scale. In each run, the rate falls to zero at the end of its budget. All runs have one seed. `run`
-stores each trial in --results and does not repeat it. `report` prints a table and draws it.
+two, on a logarithmic scale. In each run, the rate falls to zero at the end of its budget. The rate is searched with
+seed 0, and other seeds search only the budget at this rate. `run` stores each trial in --results and does not repeat
+it. `report` prints the mean and standard deviation over the seeds, and draws the means.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import functools
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / folder) for folder in ("benchmarks", "imagenet")]
@@ -58,8 +60,19 @@ EXTENSIONS = 4  # the number of rates to try beyond these
 FIRST = {1: 30, 2: 30, 4: 40, 10: 60, 50: 160, 200: 640}
 BUDGETS = 4  # the number of larger and of smaller budgets, each by the root of two
 
-KEYS = "network", "method", "batch", "steps", "rate"
+KEYS = "network", "method", "batch", "steps", "rate", "seed"
 Scores = dict[tuple[Any, ...], float]  # by the values of KEYS
+
+
+class Found(NamedTuple):
+    """Hold the steps to the target for each seed, and the rate. Steps are infinite if all budgets were too small."""
+
+    steps: list[float]
+    rate: float
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.steps)
 
 
 class Missing(Exception):
@@ -92,30 +105,34 @@ def steps_to_target(
         beyond = best * 2 if best == max(scores) else best / 2
         scores[beyond] = score(budget(share, 0), beyond)
     best = max(scores, key=lambda rate: scores[rate])
-    found = {0: scores[best]}
+    return steps_at_rate(share, best, target, score), best
+
+
+def steps_at_rate(share: int, rate: float, target: float, score: Callable[[int, float], float]) -> float:
+    """Return the steps to the target at a rate, as `steps_to_target` does."""
+    found = {0: score(budget(share, 0), rate)}
     number = 0
     while found[number] >= target and number > -BUDGETS:
         number -= 1
-        found[number] = score(budget(share, number), best)
+        found[number] = score(budget(share, number), rate)
     while found[number] < target and number < BUDGETS:
         number += 1
         if number not in found:
-            found[number] = score(budget(share, number), best)
+            found[number] = score(budget(share, number), rate)
     ran = [k for k in sorted(found) if math.isfinite(found[k])]
     if not ran:
-        return math.inf, best
-    groups = [[{"steps": budget(share, k), "val_accuracy": found[k]}] for k in ran]
-    return crossing(groups, target)[0], best
+        return math.inf
+    return crossing([[{"steps": budget(share, k), "val_accuracy": found[k]}] for k in ran], target)[0]
 
 
 def table(
     options: argparse.Namespace, stored: Scores, train: Callable[[tuple[Any, ...]], float]
-) -> dict[str, dict[str, Any]]:
-    """Return the steps to the target and the best rate by network, method and N / batch.
+) -> dict[str, dict[str, dict[int, Found]]]:
+    """Return what was found by network, method and N / batch.
 
-    `train` runs a trial that is not stored, from the values of `KEYS`. If it raises `Missing`, the search is left out.
+    `train` runs a trial that is not stored, from the values of `KEYS`. If it raises `Missing`, the seed is left out.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[int, Found]]] = {}
     searches = [
         (name, share, method)
         for name, share in itertools.product(options.networks, options.shares)
@@ -123,8 +140,8 @@ def table(
     ]
     for name, share, method in searches:
 
-        def score(steps: int, rate: float, of: tuple[Any, ...] = (name, method, share)) -> float:
-            key = (*of, steps, rate)
+        def score(steps: int, rate: float, of: tuple[Any, ...] = (name, method, share), seed: int = 0) -> float:
+            key = (*of, steps, rate, seed)
             if key not in stored:
                 stored[key] = train(key)
             return stored[key]
@@ -134,10 +151,18 @@ def table(
         scale = 1.0 if method in networks.NEWTON else scale
         rates = [RATES[method] * factor * scale for factor in FACTORS]
         try:
-            result = steps_to_target(share, rates, TARGETS[name], score)
+            steps, rate = steps_to_target(share, rates, TARGETS[name], score)
         except Missing:
             continue
-        found.setdefault(name, {}).setdefault(method, {})[share] = result
+        by_seed = [steps]
+        for seed in options.seeds:
+            if seed:
+                try:
+                    again = functools.partial(score, seed=seed)
+                    by_seed.append(steps_at_rate(share, rate, TARGETS[name], again))
+                except Missing:
+                    continue
+        found.setdefault(name, {}).setdefault(method, {})[share] = Found(by_seed, rate)
     return found
 
 
@@ -145,8 +170,8 @@ def run(options: argparse.Namespace) -> None:
     problem = functools.cache(lambda name, share: networks.PROBLEMS[name](options.data_dir, share))
 
     def train(key: tuple[Any, ...]) -> float:
-        name, method, share, steps, rate = key
-        result = networks.run(problem(name, share), method, rate, 0, steps, "falling")
+        name, method, share, steps, rate, seed = key
+        result = networks.run(problem(name, share), method, rate, seed, steps, "falling")
         curves.add(options.results, dict(zip(KEYS, key, strict=True)) | result)
         return brackets.score_of(result)
 
@@ -159,7 +184,7 @@ def read(path: Path) -> Scores:
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         try:
             row = json.loads(line)
-            stored[tuple(row[name] for name in KEYS)] = brackets.score_of(row)
+            stored[tuple((row | {"seed": row.get("seed", 0)})[name] for name in KEYS)] = brackets.score_of(row)
         except (ValueError, KeyError) as error:
             raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
     return stored
@@ -169,7 +194,9 @@ def report(options: argparse.Namespace) -> None:
     def train(key: tuple[Any, ...]) -> float:
         raise Missing(key)
 
-    found = table(options, read(options.results), train)
+    stored = read(options.results)
+    options.seeds = sorted({key[-1] for key in stored})
+    found = table(options, stored, train)
     if not found:
         raise SystemExit(f"no complete search in {options.results}: begin with `run`")
     for name, methods in found.items():
@@ -178,20 +205,23 @@ def report(options: argparse.Namespace) -> None:
             "| batch | " + " | ".join(NAMES[method] for method in methods) + " |\n" + "|---" * (1 + len(methods)) + "|"
         )
         for share in options.shares:
-            cells = []
-            for method in methods:
-                steps, rate = methods[method].get(share, (math.nan, math.nan))
-                most = f"more than {budget(share, BUDGETS)}"
-                cells.append("" if math.isnan(steps) else f"{most if math.isinf(steps) else round(steps)} ({rate:.2g})")
+            cells = [cell(share, methods[method][share]) if share in methods[method] else "" for method in methods]
             print(f"| N/{share} | " + " | ".join(cells) + " |")
     draw(found, options.figure)
+
+
+def cell(share: int, found: Found) -> str:
+    if math.isinf(found.mean):
+        return f"more than {budget(share, BUDGETS)} ({found.rate:.2g})"
+    spread = f" ± {statistics.stdev(found.steps):.0f}" if len(found.steps) > 1 else ""
+    return f"{found.mean:.0f}{spread} ({found.rate:.2g})"
 
 
 def target(name: str) -> str:
     return f"{TARGETS[name]:.0%}" if TARGETS[name] > 0 else f"{-TARGETS[name]:g} nats"
 
 
-def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+def draw(found: dict[str, dict[str, dict[int, Found]]], path: Path) -> None:
     """Draw the steps to the target against the batch size, one panel for each network.
 
     A hollow triangle marks a search whose largest budget missed the target.
@@ -204,10 +234,10 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure, row = plt.subplots(1, len(found), figsize=(4.5 * len(found), 3.6), layout="constrained", squeeze=False)
     for axis, (name, methods) in zip(row[0], found.items(), strict=True):
         for method, results in methods.items():
-            points = [(share, steps) for share, (steps, _) in results.items() if math.isfinite(steps)]
+            points = [(share, at.mean) for share, at in results.items() if math.isfinite(at.mean)]
             (line,) = axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=NAMES[method])
-            for share, (steps, _) in results.items():
-                if math.isinf(steps):  # more than the largest budget
+            for share, at in results.items():
+                if math.isinf(at.mean):  # more than the largest budget
                     axis.plot(share, budget(share, BUDGETS), "^", color=line.get_color(), fillstyle="none")
         axis.set_title(f"{name}: steps to {target(name)}", fontsize=9)
         axis.set_xscale("log")
@@ -232,6 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
                         help=" or ".join(map(repr, TARGETS)))  # fmt: skip
     parser.add_argument("--methods", nargs="+", choices=RATES, help="default: K-FAC, Muon, SOAP and AdamW")
     parser.add_argument("--shares", nargs="+", type=int, choices=FIRST, default=list(FIRST), help="N / batch")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="`report` shows all")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "batch_sizes.jsonl")
     parser.add_argument("--figure", type=Path, default=HERE / "results" / "batch_sizes.png")
     options = parser.parse_args(arguments)

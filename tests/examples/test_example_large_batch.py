@@ -189,12 +189,12 @@ def test_steps_to_a_target_at_several_batch_sizes(tmp_path, monkeypatch, capsys)
     ran = []
 
     def run(problem, method, rate, seed, steps, schedule):
-        ran.append((problem, method, rate, steps))
+        ran.append((problem, method, rate, steps, seed))
         # At the best rate, 0.4 at N/10, the target of 0.4 takes 100 steps. This rate lies beyond the first three
         # rates. At N/4, no trial reaches the target, and the loss becomes non-finite at large rates.
         if problem == 4:
             return {"score": None if rate > 0.1 else 0.3}
-        return {"score": 0.004 * steps * (1 if math.isclose(rate, 0.4) else rate)}
+        return {"score": 0.004 * steps * (1 if math.isclose(rate, 0.4) else rate) * (1 + seed / 10)}
 
     stub = SimpleNamespace(run=run, PROBLEMS={name: lambda folder, share: share}, NEWTON={})
     monkeypatch.setitem(sys.modules, "networks", stub)  # the tests have a module of this name, too
@@ -214,6 +214,11 @@ def test_steps_to_a_target_at_several_batch_sizes(tmp_path, monkeypatch, capsys)
     assert "| N/10 | 99 (0.4) |" in printed  # interpolated over the logarithm
     assert "| N/4 | more than 160 (" in printed
     assert (tmp_path / "figure.png").is_file()
+    at_first = len(ran)
+    batch_sizes.main(["run", *options, "--shares", "10", "--seeds", "0", "1"])
+    assert {(rate, seed) for *_, rate, _, seed in ran[at_first:]} == {(0.4, 1)}
+    batch_sizes.main(["report", *options])
+    assert "| N/10 | 94 ± 6 (0.4) |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no complete search"):
         batch_sizes.main(["report", *options, "--methods", "muon"])
     results.write_text(results.read_text() + "{")
