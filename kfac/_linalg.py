@@ -28,7 +28,7 @@ def identities(
     """Return a stack of identity matrices `[..., d, d]`, or for a shape `[k, d]` their diagonals, which are ones."""
     if len(shape) == 2:
         return jnp.ones(shape, dtype)
-    return jnp.zeros(shape, dtype) + jnp.eye(shape[-1], dtype=dtype)
+    return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
 
 
 def aligned(

@@ -81,10 +81,11 @@ def mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
 def on_mesh(fn: Callable) -> Callable:
     """Wrap `fn` so that it runs under the mesh of its arguments, as if `jax.set_mesh` had set it.
 
-    A mesh that is already set stays.
+    A mesh that is already set stays. The user's `jax_numpy_rank_promotion` does not apply to the package's arithmetic.
     """
 
     @functools.wraps(fn)
+    @jax.numpy_rank_promotion("allow")
     def within(*args, **kwargs):
         mesh = None
         if jax.sharding.get_abstract_mesh().empty:

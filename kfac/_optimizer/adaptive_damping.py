@@ -143,7 +143,7 @@ def adaptive_damping(
                 "adaptive_damping has a quadratic model with one damping for all layers, whose minimum the step is: "
                 "use kfac.natural_gradient instead of kfac.kfac, and no preconditioner with scale_damping=True"
             )
-        ratio, again = _unmeasured()
+        ratio, _, again = _unmeasured()
         # Two separate zeros, so that both can be donated.
         count = jnp.zeros((), jnp.int32)
         rejected_steps = jnp.zeros((), jnp.int32)
@@ -166,7 +166,7 @@ def adaptive_damping(
             inner_state = inner_state._replace(predicted=None)
         count = optax.safe_increment(state.count)
         due = count % every == 0
-        ratio, worse = lax.cond(
+        ratio, valid, worse = lax.cond(
             due | (count <= every) | state.again,
             lambda: _reduction_ratio(
                 value_fn, params, changes, num_examples, predicted
@@ -177,7 +177,6 @@ def adaptive_damping(
         factor = jnp.where(ratio > high, decay**every, factor)
         factor = jnp.where(worse, WORSE, jnp.where(due, factor, 1.0))
         # A step without a ratio changes neither the damping nor the reported ratio.
-        valid = ~jnp.isnan(ratio)
         ratio = jnp.where(valid, ratio, state.reduction_ratio)
         new = jnp.where(valid, jnp.clip(damping * factor, minimum, maximum), damping)
         new = new.astype(jnp.float32)
@@ -211,9 +210,11 @@ def _check_call(params: optax.Params | None, value_fn: LossOfParams | None) -> N
         )
 
 
-def _unmeasured() -> tuple[Array, Array]:
+def _unmeasured() -> tuple[Array, Array, Array]:
     """Return the result of `_reduction_ratio` for a step that is not measured."""
-    return jnp.full((), jnp.nan, jnp.float32), jnp.zeros((), bool)
+    # No NaN, because `jax_debug_nans` would raise an error.
+    no = jnp.zeros((), bool)
+    return jnp.zeros((), jnp.float32), no, no
 
 
 def _reduction_ratio(
@@ -222,11 +223,11 @@ def _reduction_ratio(
     changes: optax.Updates,
     num_examples: int | None,
     predicted: Array | None,
-) -> tuple[Array, Array]:
-    """Return the reduction ratio, and whether the loss after the step is larger or not finite.
+) -> tuple[Array, Array, Array]:
+    """Return the reduction ratio, whether it is valid, and whether the loss after the step is larger or not finite.
 
-    The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. The ratio
-    is NaN if the step is zero or if the loss before the step is not finite. The ratio is also NaN if rounding hides the
+    The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. It is not
+    valid if the step is zero or if the loss before the step is not finite. It is not valid either if rounding hides the
     predicted change, unless the loss increases.
 
     Args:
@@ -271,4 +272,4 @@ def _reduction_ratio(
     bad = ~(predicted < 0) | ~jnp.isfinite(after)
     ratio = jnp.where(bad, -jnp.inf, (after - before) / jnp.where(bad, 1, predicted))
     valid = worse | (moved & ~(jnp.abs(predicted) <= rounding))
-    return jnp.where(valid, ratio, jnp.nan).astype(jnp.float32), worse
+    return ratio.astype(jnp.float32), valid, worse

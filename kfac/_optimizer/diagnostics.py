@@ -48,7 +48,7 @@ def diagnostics(opt_state: Any) -> dict[str, Array]:
       - `kl_clip_scale`: the scale of the last step's KL clip; 1 without a KL clip.
       - `min_layer_rate`, `max_layer_rate`: the lowest and highest of the layers' learning-rate multipliers.
       - `reduction_ratio`, `rejected_steps`: only with `adaptive_damping` and `gauss_newton`, the last reduction ratio
-        (NaN before the first measurement) and the number of rejected steps.
+        (0 before the first measurement) and the number of rejected steps.
 
     Raises:
       ValueError: `opt_state` contains no K-FAC state, or more than one.

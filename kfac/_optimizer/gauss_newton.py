@@ -391,7 +391,7 @@ def _minimized(
     pair = pair / jnp.where(norms > 0, norms, 1)
     rows = jnp.stack([root(v) for v in pair])
     # This is no matmul, because explicit mesh axes may shard `rows`.
-    products = jnp.sum(rows[:, None] * rows, axis=-1)
+    products = jnp.sum(rows[:, None] * rows[None], axis=-1)
     model = products + damping * jnp.matmul(pair, pair.T, precision="highest")
     # Keep the system regular: the last step is zero in the first update, and both vectors may be parallel.
     sizes = jnp.diag(model)

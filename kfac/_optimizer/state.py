@@ -192,7 +192,7 @@ class AdaptiveDampingState(NamedTuple):
     Attributes:
       count: number of updates so far.
       next_damping: the damping of the next step, float32.
-      reduction_ratio: actual change of the loss divided by the predicted change, at the last measurement; NaN before
+      reduction_ratio: actual change of the loss divided by the predicted change, at the last measurement; 0 before
         the first.
       inner: the state of the optimizer.
       rejected_steps: number of steps rejected so far because the loss grew or became non-finite.

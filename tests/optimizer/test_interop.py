@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kfac
-from checking import slow
+from checking import normal, slow
 from problem import (
     assert_close,
     assert_equal,
@@ -596,3 +596,17 @@ def test_lists_and_named_tuples_of_parameters():
     updates, _ = jax.jit(observing(tx))(grads, tx.init(params), params, factors=factors)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert differ(updates, jax.tree.map(lambda g: -RATE * g, grads))
+
+
+def test_optimizers_run_under_the_users_jax_numpy_rank_promotion():
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["w"] + params["b"][None]) * params["scale"][None]
+        return 0.5 * jnp.mean(jnp.sum(jnp.square(kfac.mark_output(hidden @ params["v"], "residual")), axis=-1))
+
+    kernels = {"w": normal(0, 5, 4, dtype=np.float32), "v": normal(1, 4, 3, dtype=np.float32)}
+    params, x = {**kernels, "b": jnp.zeros(4), "scale": jnp.ones(4)}, normal(2, 6, 5, dtype=np.float32)
+    for optimizer in (kfac.kfac, kfac.natural_gradient, kfac.gauss_newton):
+        with jax.numpy_rank_promotion("raise"):
+            step = kfac.train_step(loss, 0.1, optimizer=optimizer, verbose=False)
+            moved, _, _ = step(params, step.init(params, x), x)
+        assert not jnp.array_equal(moved["w"], params["w"])
