@@ -20,7 +20,7 @@ from kfac._capture.replay import replay
 from kfac._capture.states import Use
 from kfac._capture.taps import AtMark, Key, TapPlan
 from kfac._capture.trace import Batch, Trace, trace
-from kfac._checks import check
+from kfac._checks import check, check_number
 from kfac._mesh import PyTree, with_auto_axes
 from kfac._statistics.rows import accumulator
 
@@ -69,14 +69,11 @@ def mark_output(
       `x`. With `variance`, the result equals `x` up to rounding.
 
     Raises:
-      ValueError: `likelihood` is unknown, `weight` is not positive and finite, `variance` is given for a likelihood
-        other than `"gaussian"`, or `x` has no axis.
-      TypeError: `x` is not real, or `weight` is not a plain number.
+      ValueError: `likelihood` is unknown, `weight` is not a positive and finite number, `variance` is given for a
+        likelihood other than `"gaussian"`, or `x` has no axis.
+      TypeError: `x` is not real, or `weight` is traced.
     """
-    if not isinstance(weight, int | float):
-        raise TypeError(f"weight must be a plain number, but is {weight!r}")
-    if not (weight > 0 and math.isfinite(weight)):
-        raise ValueError(f"weight must be positive and finite, but is {weight!r}")
+    check_number("weight", weight, "(0, inf)")
     name = MarkName(likelihood, float(weight))
     if variance is not None:
         if likelihood != "gaussian":

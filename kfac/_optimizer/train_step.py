@@ -330,8 +330,12 @@ class TrainStep:
         measure = self._in_parts(measure, layers, self.num_microbatches)
         result, grads = measure(params, *args, kwargs=kwargs)
         one_in = statistics_one_in(layers, self.statistics_fraction)
-        # Only optimizers that evaluate the loss call these functions.
-        losses = {"value_fn": self._loss_of_params(layers, args, kwargs, 1)}
+        # Only optimizers that evaluate the loss call these functions. Line searches need the loss and the gradient too.
+        losses = {
+            "value": result[0] if self.has_aux else result,
+            "grad": grads,
+            "value_fn": self._loss_of_params(layers, args, kwargs, 1),
+        }
         if one_in > 1:
             losses["curvature_fn"] = self._loss_of_params(layers, args, kwargs, one_in)
         updates, opt_state = self._transformation(layers).update(
@@ -425,7 +429,8 @@ def train_step(
       learning_rate: scalar or schedule, see `kfac.kfac`.
       optimizer: `kfac.kfac`, `kfac.natural_gradient`, `kfac.gauss_newton`, or your own function `(learning_rate,
         layers, **options)`, which returns an optax optimizer that contains `scale_by_kfac`. For example, put
-        `kfac.kfac` into an `optax.chain`.
+        `kfac.kfac` into an `optax.chain`. Its `update` gets `value=`, `grad=` and `value_fn=`, which line searches and
+        `optax.contrib.reduce_on_plateau` need.
       layers: the layers that `find_layers` returned for `loss_fn`, if you want options of `find_layers` that are not
         here. None: `init` finds them.
       has_aux: whether `loss_fn` returns a pair `(loss, aux)`.
@@ -473,8 +478,9 @@ def train_step(
         ) from error
     try:
         empty = jax.eval_shape(tx.init, {})
-    except (TypeError, ValueError, KeyError, AttributeError):
-        # A mask for weight decay may need the parameters. `init` has them, and raises other errors again.
+    except (TypeError, ValueError, LookupError, AttributeError):
+        # A mask for weight decay or a line search may need the parameters. `init` has them, and raises other errors
+        # again.
         preconditioner = options.get("preconditioner")
     else:
         preconditioner = _kfac_state(empty).settings.preconditioner

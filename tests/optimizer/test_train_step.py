@@ -550,3 +550,24 @@ def test_train_step_with_gauss_newton_is_ahead_of_the_other_optimizers_after_ten
         losses.append(float(loss))
     default, natural, newton = losses
     assert newton < min(default, natural)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_train_step_gives_line_searches_and_schedules_by_loss_what_they_need(has_aux):
+    def loss(params, x):
+        value = jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"]) - 0.5))
+        return (value, value) if has_aux else value
+
+    def optimizer(rate, layers):
+        search = optax.scale_by_backtracking_linesearch(10)
+        return optax.chain(kfac.kfac(rate, layers), search, optax.contrib.reduce_on_plateau(patience=1, rtol=1.0))
+
+    params = {"kernel": normal(1, 5, 3, dtype=np.float32)}
+    step = kfac.train_step(loss, 10.0, optimizer=optimizer, has_aux=has_aux, verbose=False)
+    state = step.init(params, x)
+    losses = []
+    for _ in range(3):
+        params, state, result = step(params, state, x)
+        losses.append(float(result[0] if has_aux else result))
+    assert losses[0] > losses[1] > losses[2]  # at a rate 200 times too high
+    assert float(optax.tree.get(state, "scale")) < 1
