@@ -48,19 +48,22 @@ import curves  # noqa: E402
 import kfac  # noqa: E402
 import soap as published  # noqa: E402
 import sources  # noqa: E402
-from transformer import Transformer  # noqa: E402
+from transformer import PROJECTIONS, Transformer  # noqa: E402
 
 METHODS = "kfac", "muon", "soap", "adamw"
 RATES = {"kfac": 0.1, "muon": 0.03, "soap": 0.003, "adamw": 0.003}  # where a search starts
 MULTIPLES = 0.03, 0.1, 0.3, 1.0, 3.0, 10.0  # of Muon's and SOAP's rate, for their Adam
-KINDS = "queries_keys_values", "attention", "up", "down"
+KINDS = "queries_keys_values", *PROJECTIONS, "attention", "up", "down"
 HEAD = 64  # width of a head
 VALIDATION = 32_768  # tokens
 MOMENTS = 12  # validations of a run
 
 
 class Rung(NamedTuple):
-    """Hold a network and the dtype of its computations, a batch size in tokens, and a number of steps."""
+    """Hold a network and the dtype of its computations, a batch size in tokens, and a number of steps.
+
+    `fused` says whether queries, keys and values have a single kernel.
+    """
 
     width: int
     blocks: int
@@ -69,6 +72,7 @@ class Rung(NamedTuple):
     tokens: int
     steps: int
     dtype: str = "float32"
+    fused: bool = True
 
     @property
     def every(self) -> int:
@@ -116,7 +120,7 @@ class Run(NamedTuple):
 
 def network(rung: Rung) -> Transformer:
     heads = max(1, rung.width // HEAD)
-    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, rung.dtype, tied=True)
+    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, rung.dtype, True, rung.fused)
 
 
 def at_start(rung: Rung, seed: Any) -> Any:
@@ -245,7 +249,8 @@ def multipliers(state: Any) -> dict[str, np.ndarray]:
 
 def kernels_of(params: Any) -> dict[str, np.ndarray]:
     """Copy the kernels of each kind, `[blocks, d_in, d_out]`. The next step reuses the parameters' memory."""
-    return {kind: np.array(params["blocks"][kind]["kernel"], np.float64) for kind in KINDS}
+    blocks = params["blocks"]
+    return {kind: np.array(blocks[kind]["kernel"], np.float64) for kind in KINDS if kind in blocks}
 
 
 def kernel_facts(
@@ -254,8 +259,7 @@ def kernel_facts(
     """Return what a row says about the last step of each kind of kernel. `state` is None except for K-FAC."""
     adaptive = {} if state is None else multipliers(state)
     facts = {}
-    for kind in KINDS:
-        old = before[kind]
+    for kind, old in before.items():
         steps, kernels = (np.linalg.svd(x, compute_uv=False) for x in (after[kind] - old, old))
         squares = [np.sum(x * x, axis=-1) for x in (steps, kernels)]
         found = {
@@ -411,6 +415,8 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
 
 
 def written(entry: object) -> str:
+    if isinstance(entry, bool):
+        return "yes" if entry else "no"
     return f"{entry:,}" if isinstance(entry, int) else str(entry)
 
 
@@ -486,6 +492,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, a multiple of the context")
     parser.add_argument("--steps", type=int, default=300, help="length of the schedule")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--split", dest="fused", action="store_false",
+                        help="queries, keys and values have three kernels instead of one")  # fmt: skip
     parser.add_argument("--stop", type=int, help="last step, if it is before the schedule's end")
     parser.add_argument("--method", choices=METHODS, default="kfac")
     parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")

@@ -14,6 +14,8 @@ import kfac
 
 Params = dict[str, Any]
 
+PROJECTIONS = "queries", "keys", "values"
+
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
@@ -26,6 +28,7 @@ class Transformer:
     heads: int = 2
     dtype: str = "bfloat16"
     tied: bool = False  # whether the head uses the token table as its kernel, and has no bias
+    fused: bool = True  # whether queries, keys and values have a single kernel
 
     def init(self, key: jax.Array) -> Params:
         """Return initial parameters. Kernels have variance 1 / d_in.
@@ -42,13 +45,20 @@ class Transformer:
         def norm(*shape: int) -> Params:
             return {"scale": jnp.ones(shape), "shift": jnp.zeros(shape)}
 
+        def projections() -> dict[str, Params]:
+            fused = dense(k, d, 3 * d)
+            if self.fused:
+                return {"queries_keys_values": fused}
+            parts = [jnp.split(fused[leaf], 3, axis=-1) for leaf in ("kernel", "bias")]
+            return {name: {"kernel": x, "bias": b} for name, x, b in zip(PROJECTIONS, *parts, strict=True)}
+
         residual = (2 * k) ** -0.5
         params = {
             "tokens": jax.random.normal(next(keys), (self.vocabulary, d)),
             "positions": 0.1 * jax.random.normal(next(keys), (self.context, d)),
             "blocks": {
                 "norm_attention": norm(k, d),
-                "queries_keys_values": dense(k, d, 3 * d),
+                **projections(),
                 "attention": dense(k, d, d, scale=residual),
                 "norm_mlp": norm(k, d),
                 "up": dense(k, d, 4 * d),
@@ -75,7 +85,9 @@ class Transformer:
 
         @jax.checkpoint
         def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-            qkv = dense(layer["queries_keys_values"], norm(layer["norm_attention"], x))
+            normed = norm(layer["norm_attention"], x)
+            names = ("queries_keys_values",) if self.fused else PROJECTIONS
+            qkv = jnp.concatenate([dense(layer[name], normed) for name in names], axis=-1)
             q, k, v = jnp.moveaxis(qkv.reshape(batch, time, 3, self.heads, -1), 2, 0)
             scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
             weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(dtype)

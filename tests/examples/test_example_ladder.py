@@ -62,10 +62,12 @@ def test_kernel_facts(ladder):
     assert facts == {"stable_rank": 2, "frobenius": pytest.approx((2 / 21) ** 0.5, rel=1e-3), "spectral": 0.25}
 
 
-def test_multipliers(ladder, tmp_path):
-    main(ladder, "run", tmp_path, "--rate", 0.1)
+@pytest.mark.parametrize(("form", "kernels"), [([], 4), (["--split"], 6)], ids=["fused", "split"])
+def test_multipliers(ladder, tmp_path, form, kernels):
+    main(ladder, "run", tmp_path, "--rate", 0.1, *form)
     for row in rows(tmp_path):
-        assert all(1 <= row["kernels"][kind]["multiplier"] <= 4 for kind in ladder.KINDS)
+        assert len(row["kernels"]) == kernels
+        assert all(1 <= facts["multiplier"] <= 4 for facts in row["kernels"].values())
 
 
 def test_search(ladder, tmp_path, monkeypatch):
@@ -99,9 +101,9 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("".join(lines))
     main(ladder, "report", tmp_path)
     table = capsys.readouterr().out
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
     assert "| muon | 0.03 | 1 | 4.500 | +1.500 | 4 |" in table
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
     main(ladder, "plot", tmp_path)
     assert (tmp_path / "figure.png").is_file()
 

@@ -93,6 +93,15 @@ def test_every_parameter_has_the_block_that_its_kind_has():
     assert not any(layer.kind == "gradient-factors" for layer in layers)
 
 
+def test_split_projections_start_as_the_same_function():
+    fused, split = tiny(tied=True), tiny(tied=True, fused=False)
+    key = jax.random.key(0)
+    params = split.init(key)
+    assert {"queries", "keys", "values"} < set(params["blocks"])
+    whole = jax.random.randint(key, (3, 7), 0, 96)
+    assert float(split.loss(params, whole)) == pytest.approx(float(fused.loss(fused.init(key), whole)), rel=1e-6)
+
+
 def test_both_optimizers_learn():
     import char_transformer
 
