@@ -471,7 +471,7 @@ def plot(store: Store, figure: Path) -> None:
             ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
             lower.plot([row["step"] for row in known], ranks, ".-", color=color)
         title = f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}"
-        title += f", {rung.dtype}" * (rung.dtype != "float32")
+        title += f", {rung.dtype}" * (rung.dtype != "float32") + ", q, k, v split" * (not rung.fused)
         upper.set_title(title, fontsize=8)
         upper.legend(fontsize=7)
         lower.set_xlabel("step")
