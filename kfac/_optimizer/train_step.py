@@ -474,7 +474,7 @@ def train_step(
         tx = optimizer(learning_rate, Layers((), ()), **options)
     except TypeError as error:
         raise TypeError(
-            f"train_step() passes its options on to its optimizer: {error}"
+            f"train_step() calls optimizer(learning_rate, layers, **options): {error}"
         ) from error
     try:
         empty = jax.eval_shape(tx.init, {})

@@ -169,15 +169,19 @@ MISTAKES = {
     "no overhead": (lambda: optimizer(overhead=None), r"overhead must be a number, but is None"),
     "an overhead of natural_gradient": (
         lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.natural_gradient, overhead=0.2),
-        r"^train_step\(\) passes .*: natural_gradient\(\) has no option overhead=",
+        r"^train_step\(\) calls .*: natural_gradient\(\) has no option overhead=",
     ),
     "an optimizer without a preconditioner": (
         lambda: kfac.train_step(loss_fn, RATE, optimizer=lambda rate, layers: optax.sgd(rate)),
         r"optimizer must return an optimizer that contains kfac\.scale_by_kfac",
     ),
+    "an optimizer that is made already": (
+        lambda: kfac.train_step(loss_fn, RATE, optimizer=optax.adamw(1e-3)),
+        r"^train_step\(\) calls optimizer\(learning_rate, layers, \*\*options\): .* object is not callable",
+    ),
     "an optimizer that takes no learning rate": (
         lambda: kfac.train_step(loss_fn, RATE, optimizer=kfac.scale_by_kfac),
-        r"^train_step\(\) passes its options on to its optimizer: scale_by_kfac\(\) takes 1 positional argument",
+        r"^train_step\(\) calls optimizer.*: scale_by_kfac\(\) takes 1 positional argument",
     ),
     "no refreshes in words": (
         lambda: optimizer(inverse_update_period="never"),
@@ -185,7 +189,7 @@ MISTAKES = {
     ),
     "an option that train_step has not": (
         lambda: kfac.train_step(loss_fn, RATE, foo=1),
-        r"^train_step\(\) passes its options on to its optimizer: kfac\(\) got an unexpected keyword argument 'foo'",
+        r"^train_step\(\) calls optimizer.*: kfac\(\) got an unexpected keyword argument 'foo'",
     ),
     "parts of examples": (
         lambda: kfac.train_step(loss_fn, RATE, num_microbatches=3).init(initial(), batch(0)),
