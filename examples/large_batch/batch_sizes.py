@@ -54,6 +54,7 @@ NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon", "gauss-newton": "Gauss-
 NAMES |= {
     name: f"Gauss-Newton, {settings['iterations']} iterations" for name, settings in networks.NEWTON.items() if settings
 }
+NAMES = {method: NAMES[method] for method in RATES}
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.
@@ -73,6 +74,10 @@ class Found(NamedTuple):
     @property
     def mean(self) -> float:
         return statistics.fmean(self.steps)
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.steps) if len(self.steps) > 1 and math.isfinite(self.mean) else 0.0
 
 
 class Missing(Exception):
@@ -135,8 +140,8 @@ def table(
     found: dict[str, dict[str, dict[int, Found]]] = {}
     searches = [
         (name, share, method)
-        for name, share in itertools.product(options.networks, options.shares)
-        for method in options.methods or METHODS.get(name, OTHERWISE)
+        for name in options.networks
+        for method, share in itertools.product(options.methods or METHODS.get(name, OTHERWISE), options.shares)
     ]
     for name, share, method in searches:
 
@@ -213,7 +218,7 @@ def report(options: argparse.Namespace) -> None:
 def cell(share: int, found: Found) -> str:
     if math.isinf(found.mean):
         return f"more than {budget(share, BUDGETS)} ({found.rate:.2g})"
-    spread = f" ± {statistics.stdev(found.steps):.0f}" if len(found.steps) > 1 else ""
+    spread = f" ± {found.spread:.0f}" if len(found.steps) > 1 else ""
     return f"{found.mean:.0f}{spread} ({found.rate:.2g})"
 
 
@@ -224,7 +229,7 @@ def target(name: str) -> str:
 def draw(found: dict[str, dict[str, dict[int, Found]]], path: Path) -> None:
     """Draw the steps to the target against the batch size, one panel for each network.
 
-    A hollow triangle marks a search whose largest budget missed the target.
+    Bars are standard deviations over seeds. A hollow triangle marks a search whose largest budget missed the target.
     """
     import matplotlib
 
@@ -234,11 +239,13 @@ def draw(found: dict[str, dict[str, dict[int, Found]]], path: Path) -> None:
     figure, row = plt.subplots(1, len(found), figsize=(4.5 * len(found), 3.6), layout="constrained", squeeze=False)
     for axis, (name, methods) in zip(row[0], found.items(), strict=True):
         for method, results in methods.items():
-            points = [(share, at.mean) for share, at in results.items() if math.isfinite(at.mean)]
-            (line,) = axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=NAMES[method])
+            points = [(share, at.mean, at.spread) for share, at in results.items() if math.isfinite(at.mean)]
+            places, means, spreads = zip(*points, strict=True) if points else ((), (), ())
+            color = f"C{list(dict.fromkeys(NAMES.values())).index(NAMES[method])}"  # the same in all panels
+            axis.errorbar(places, means, spreads, fmt="o-", label=NAMES[method], color=color)
             for share, at in results.items():
                 if math.isinf(at.mean):  # more than the largest budget
-                    axis.plot(share, budget(share, BUDGETS), "^", color=line.get_color(), fillstyle="none")
+                    axis.plot(share, budget(share, BUDGETS), "^", color=color, fillstyle="none")
         axis.set_title(f"{name}: steps to {target(name)}", fontsize=9)
         axis.set_xscale("log")
         axis.set_yscale("log")
