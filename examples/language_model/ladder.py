@@ -448,37 +448,57 @@ def report(store: Store) -> None:
 
 
 def plot(store: Store, figure: Path) -> None:
-    """Draw the loss of each method's best run on each rung that reached its last step, and its steps' stable rank."""
+    """Draw K-FAC's lead over Muon against the number of steps, and the stable rank of the kernels' steps by width.
+
+    A point is a rung with seed 0 that both methods finished. The stable rank is a mean over the schedule.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     found = [x for x in comparisons(store.curves()) if x.seed == 0 and x.step == x.rung.steps]
-    # Leave out rungs with a single method, unless there is no other rung.
-    found = [x for x in found if len(x.best) > 1] or found
-    picture, axes = plt.subplots(2, len(found), figsize=(3 * len(found), 5), squeeze=False, sharey="row",
-                                 layout="constrained")  # fmt: skip
-    for (upper, lower), (rung, _, _, best) in zip(axes.T, found, strict=True):
-        for number, method in enumerate(METHODS):
-            if method not in best:
-                continue
-            run, curve = best[method]
-            label = f"{method} {run.rate:g}" + f" x {run.adam:g}" * (method in ("muon", "soap"))
-            steps, color = [row["step"] for row in curve], f"C{number}"
-            upper.plot(steps, [row["validation"] for row in curve], ".-", color=color, label=label)
-            known = [row for row in curve if "kernels" in row]
-            ranks = [np.mean([facts["stable_rank"] for facts in row["kernels"].values()]) for row in known]
-            lower.plot([row["step"] for row in known], ranks, ".-", color=color)
-        title = f"width {rung.width}, {rung.blocks} blocks, {rung.steps} steps of {rung.tokens:,}"
-        title += f", {rung.dtype}" * (rung.dtype != "float32") + ", q, k, v split" * (not rung.fused)
-        upper.set_title(title, fontsize=8)
-        upper.legend(fontsize=7)
-        lower.set_xlabel("step")
-        for axis in (upper, lower):
-            axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("validation loss, nats per token")
-    axes[1, 0].set_ylabel("stable rank of a kernel's step")
+    found = [x for x in found if {"kfac", "muon"} <= set(x.best)]
+    widths = sorted({x.rung.width for x in found})
+    picture, (nats, share, rank) = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
+    for comparison in found:
+        rung = comparison.rung
+        ahead, behind = (comparison.best[method][1] for method in ("kfac", "muon"))
+        difference, steps = lead(ahead, behind, rung.steps)
+        label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens" + ", split" * (not rung.fused)
+        style = {
+            "color": f"C{widths.index(rung.width)}",
+            "marker": {2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
+            "fillstyle": "full" if rung.blocks == 2 else "left",
+            "linestyle": "none", "markersize": 9,
+        }  # fmt: skip
+        known = {line.get_label() for line in nats.lines}
+        nats.plot(rung.steps, difference, **style, label=None if label in known else label)
+        share.plot(rung.steps, 100 * steps / rung.steps, **style)
+        for method, color in (("kfac", "C0"), ("muon", "C1")):
+            ranks = [
+                np.mean([facts["stable_rank"] for facts in row["kernels"].values()])
+                for row in comparison.best[method][1]
+                if "kernels" in row
+            ]
+            rank.plot(rung.width, np.mean(ranks), "o", color=color)
+    for axis, title in ((nats, "K-FAC's lead over Muon, nats"), (share, "the same, % of the steps")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("steps")
+        axis.axhline(0, color="gray", linewidth=0.8)
+    rank.set_title("stable rank of a kernel's step", fontsize=10)
+    rank.set_xlabel("width")
+    rank.set_yscale("log")
+    rank.set_yticks([10, 30, 100, 300], ["10", "30", "100", "300"])
+    rank.plot([], [], "o", color="C0", label="K-FAC")
+    rank.plot([], [], "o", color="C1", label="Muon")
+    rank.legend(fontsize=8)
+    for axis, ticks in ((nats, (100, 300, 1000, 4000)), (share, (100, 300, 1000, 4000)), (rank, widths)):
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    picture.legend(*nats.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     picture.savefig(figure, dpi=120, metadata={"Software": None})
 
 
