@@ -8,7 +8,7 @@
 
 The programmes run in this order, each in a process of its own, until the minutes are over:
 
-- E: which part of K-FAC loses on a GPT of 92 million parameters? Thirteen variants, 500 steps each.
+- E: which part of K-FAC loses on a GPT of 92 million parameters? Fourteen variants, 500 steps each.
 - F: steps and seconds to 94% on CIFAR-10 with Muon and K-FAC, at batches of 2,000 to 25,000.
 - B: 1,000 steps of the GPT with the best variant of K-FAC and of Muon from E.
 - A: three steps of each preconditioner against a CPU; times of steps of a GPT with 124 million parameters; its longest

@@ -223,6 +223,7 @@ class Scalars(NamedTuple):
     horizon: Any
     momentum: Any
     squares: Any
+    split: Any
     multipliers: dict[str, Any]
 
 
@@ -242,7 +243,22 @@ def kfac_step(loss_fn: Any, layers: kfac.Layers, params: Any, state: Any, batch:
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     TracedDecay.now = scalars.squares
     updates, state = traced_kfac(layers, scalars).update(grads, state, params)
+    updates["blocks"]["queries_keys_values"]["kernel"] = jax.lax.cond(
+        scalars.split > 0, with_own_lengths, lambda step: step, updates["blocks"]["queries_keys_values"]["kernel"]
+    )
     return _moved(params, updates, scalars.multipliers), state, loss
+
+
+def with_own_lengths(step: jax.Array) -> jax.Array:
+    """Give queries, keys and values the step lengths that three kernels would have.
+
+    Args:
+      step: the step of the fused kernels, `[blocks, width, 3 width]`. Its spectral norm is the root of 3 times the
+        length for a square kernel.
+    """
+    length = spectral_norm(step) / 3**0.5
+    parts = [x * (length / jnp.maximum(spectral_norm(x), 1e-30))[:, None, None] for x in jnp.split(step, 3, axis=2)]
+    return jnp.concatenate(parts, axis=2).astype(step.dtype)
 
 
 def traced_kfac(layers: kfac.Layers, scalars: Scalars) -> Any:
@@ -306,7 +322,8 @@ def scalars_of(chosen: Variant, horizon: int) -> Scalars:
         multipliers = {"kernels": 1.0, "adam": settings["adam"]}
     else:
         multipliers = {kind: chosen.multiplier(kind) for kind in KINDS}
-    scalars = Scalars(chosen.rate, horizon, settings.get("momentum", 0.0), settings.get("squares", 0.0), multipliers)
+    momentum, squares, split = (settings.get(name, 0.0) for name in ("momentum", "squares", "split"))
+    scalars = Scalars(chosen.rate, horizon, momentum, squares, split, multipliers)
     return jax.tree.map(jnp.float32, scalars)
 
 

@@ -25,10 +25,11 @@ KFAC = {
     # 0: the interval that `kfac.kfac` chooses.
     "interval": 0.0,
     "statistics": 1.0,
+    "split": 0.0,
 }
 DECAYS = ("momentum", "squares", "factors")
 # `kfac.kfac` and `kfac.train_step` have no such options, so programme B cannot run them.
-ONLY_TRACED = ("factors", "interval")
+ONLY_TRACED = ("factors", "interval", "split")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Variant:
       rate: the peak of the learning rate's schedule.
       settings: all settings of the method by name. Muon has `adam`, Adam's rate for tables and vectors relative to
         Muon's. K-FAC has factors of the steps of each kind of parameter, the decays of the momentum, the squares and
-        the factors, the interval between statistics in steps (0 for the optimizer's own), and the fraction of the batch
-        in the statistics (1 or 0.25).
+        the factors, the interval between statistics in steps (0 for the optimizer's own), the fraction of the batch
+        in the statistics (1 or 0.25), and whether queries, keys and values have a step length each (`split`, 1 or 0).
     """
 
     text: str
@@ -89,6 +90,8 @@ def _is_valid(name: str, number: float) -> bool:
         return number >= 1 and number == int(number)
     if name == "statistics":
         return number in (1, 0.25)
+    if name == "split":
+        return number in (0, 1)
     return 0 <= number < math.inf
 
 
@@ -108,6 +111,7 @@ SEARCHED = [
     "muon:0.015,adam=0.3",
     "muon:0.015,adam=1",
     "kfac:0.1",
+    "kfac:0.1,split=1",
     RULE,
     "kfac:0.1,tables=0.3",
     "kfac:0.1,tables=0.1",

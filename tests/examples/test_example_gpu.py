@@ -167,10 +167,10 @@ def test_variant():
     chosen = gpu_variants.variant("kfac:0.1,tables=0.5,tokens=0.5,momentum=0.95")
     assert (chosen.method, chosen.rate, chosen.settings["momentum"]) == ("kfac", 0.1, 0.95)
     assert [chosen.multiplier(kind) for kind in ("tokens", "positions", "up")] == [0.25, 0.5, 1]
-    assert chosen.public and not gpu_variants.variant("kfac:0.1,factors=0.99").public
+    assert chosen.public and not gpu_variants.variant("kfac:0.1,split=1").public
     assert gpu_variants.variant("muon:0.02").settings == {"adam": 1.0}
     texts = gpu_variants.SEARCHED
-    assert len(set(map(gpu_variants.variant, texts))) == len(texts) == 13
+    assert len(set(map(gpu_variants.variant, texts))) == len(texts) == 14
 
 
 def test_best_takes_the_lowest_losses_that_programme_b_can_run():

@@ -64,9 +64,10 @@ def test_traced_runners_make_the_steps_of_the_public_interface(model, tmp_path):
             rates = training.multipliers_of(state)
             assert set(rates) == set(training.KINDS)
             assert all(np.all((1 <= rate) & (rate <= 4)) for rate in rates.values())
-    # An interval that the optimizer does not know, and another decay of the factors, change the steps.
-    steps = [trained(runner_of(variant(f"kfac:0.1{more}")), params)[0] for more in ("", ",factors=0.5")]
-    assert any(jnp.any(x != y) for x, y in zip(*map(jax.tree.leaves, steps), strict=True))
+    # Settings that the optimizer does not know change the steps.
+    steps = [trained(runner_of(variant(f"kfac:0.1{more}")), params)[0] for more in ("", ",factors=0.5", ",split=1")]
+    for other in steps[1:]:
+        assert any(jnp.any(x != y) for x, y in zip(*map(jax.tree.leaves, (steps[0], other)), strict=True))
     facts = jax.device_get(compiled["facts"](params, steps[0]))
     assert facts["up"]["stable rank"].shape == (2,) and facts["tokens"]["rms of step"] > 0
 
@@ -94,6 +95,16 @@ def test_spectral_norm_and_facts_of_step(model):
     np.testing.assert_allclose(facts["up"]["stable rank"], [0, 1], atol=1e-3)
     ratio = np.linalg.norm(rank_one) / np.linalg.norm(kernel[1])
     np.testing.assert_allclose(facts["up"]["|step|/|w|"], [0, ratio], rtol=1e-3)
+
+
+def test_with_own_lengths_gives_each_part_the_length_of_a_square_kernel():
+    step = np.random.default_rng(0).normal(size=(2, 8, 24)) * np.repeat([1.0, 3.0, 0.1], 8)
+    parts = np.split(np.asarray(training.with_own_lengths(jnp.asarray(step, jnp.float32))), 3, axis=2)
+    expected = np.linalg.norm(step, 2, axis=(1, 2)) / 3**0.5
+    for part, old in zip(parts, np.split(step, 3, axis=2), strict=True):
+        np.testing.assert_allclose(np.linalg.norm(part, 2, axis=(1, 2)), expected, rtol=0.01)
+        scale = part[:, :1, :1] / old[:, :1, :1]
+        np.testing.assert_allclose(part, scale * old, rtol=1e-4)
 
 
 def test_losses_by_position_average_to_the_loss(model):
