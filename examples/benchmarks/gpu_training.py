@@ -243,9 +243,8 @@ def kfac_step(loss_fn: Any, layers: kfac.Layers, params: Any, state: Any, batch:
     loss, grads = jax.value_and_grad(loss_fn)(params, batch)
     TracedDecay.now = scalars.squares
     updates, state = traced_kfac(layers, scalars).update(grads, state, params)
-    updates["blocks"]["queries_keys_values"]["kernel"] = jax.lax.cond(
-        scalars.split > 0, with_own_lengths, lambda step: step, updates["blocks"]["queries_keys_values"]["kernel"]
-    )
+    fused = updates["blocks"]["queries_keys_values"]
+    fused["kernel"] = jax.lax.cond(scalars.split > 0, with_own_lengths, lambda step: step, fused["kernel"])
     return _moved(params, updates, scalars.multipliers), state, loss
 
 

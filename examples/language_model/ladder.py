@@ -465,7 +465,8 @@ def plot(store: Store, figure: Path) -> None:
         rung = comparison.rung
         ahead, behind = (comparison.best[method][1] for method in ("kfac", "muon"))
         difference, steps = lead(ahead, behind, rung.steps)
-        label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens" + ", split" * (not rung.fused)
+        label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens"
+        label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
         style = {
             "color": f"C{widths.index(rung.width)}",
             "marker": {2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
@@ -493,7 +494,8 @@ def plot(store: Store, figure: Path) -> None:
     rank.plot([], [], "o", color="C0", label="K-FAC")
     rank.plot([], [], "o", color="C1", label="Muon")
     rank.legend(fontsize=8)
-    for axis, ticks in ((nats, (100, 300, 1000, 4000)), (share, (100, 300, 1000, 4000)), (rank, widths)):
+    horizons = [100, 300, 1000, 4000]
+    for axis, ticks in ((nats, horizons), (share, horizons), (rank, widths)):
         axis.set_xscale("log")
         axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.minorticks_off()

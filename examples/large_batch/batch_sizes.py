@@ -19,6 +19,7 @@ it. `report` prints the mean and standard deviation over the seeds, and draws th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -54,7 +55,6 @@ NAMES = LABELS | {"soap": "SOAP", "muon-adam-1": "Muon", "gauss-newton": "Gauss-
 NAMES |= {
     name: f"Gauss-Newton, {settings['iterations']} iterations" for name, settings in networks.NEWTON.items() if settings
 }
-NAMES = {method: NAMES[method] for method in RATES}
 FACTORS = 0.5, 1.0, 2.0
 EXTENSIONS = 4  # the number of rates to try beyond these
 # The budgets of steps at which rates are tried, by N / batch.
@@ -160,13 +160,9 @@ def table(
         except Missing:
             continue
         by_seed = [steps]
-        for seed in options.seeds:
-            if seed:
-                try:
-                    again = functools.partial(score, seed=seed)
-                    by_seed.append(steps_at_rate(share, rate, TARGETS[name], again))
-                except Missing:
-                    continue
+        for seed in sorted({*options.seeds} - {0}):
+            with contextlib.suppress(Missing):
+                by_seed.append(steps_at_rate(share, rate, TARGETS[name], functools.partial(score, seed=seed)))
         found.setdefault(name, {}).setdefault(method, {})[share] = Found(by_seed, rate)
     return found
 
@@ -188,8 +184,8 @@ def read(path: Path) -> Scores:
     stored = {}
     for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
         try:
-            row = json.loads(line)
-            stored[tuple((row | {"seed": row.get("seed", 0)})[name] for name in KEYS)] = brackets.score_of(row)
+            row = {"seed": 0} | json.loads(line)
+            stored[tuple(row[name] for name in KEYS)] = brackets.score_of(row)
         except (ValueError, KeyError) as error:
             raise UserError(f"{path}, line {number}, is no trial of this script ({error!r}): remove it") from None
     return stored
@@ -241,7 +237,7 @@ def draw(found: dict[str, dict[str, dict[int, Found]]], path: Path) -> None:
         for method, results in methods.items():
             points = [(share, at.mean, at.spread) for share, at in results.items() if math.isfinite(at.mean)]
             places, means, spreads = zip(*points, strict=True) if points else ((), (), ())
-            color = f"C{list(dict.fromkeys(NAMES.values())).index(NAMES[method])}"  # the same in all panels
+            color = f"C{list(dict.fromkeys(NAMES.values())).index(NAMES[method])}"  # as in the study's pictures
             axis.errorbar(places, means, spreads, fmt="o-", label=NAMES[method], color=color)
             for share, at in results.items():
                 if math.isinf(at.mean):  # more than the largest budget

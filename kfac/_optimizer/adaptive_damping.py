@@ -226,9 +226,9 @@ def _reduction_ratio(
 ) -> tuple[Array, Array, Array]:
     """Return the reduction ratio, whether it is valid, and whether the loss after the step is larger or not finite.
 
-    The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. It is not
-    valid if the step is zero or if the loss before the step is not finite. It is not valid either if rounding hides the
-    predicted change, unless the loss increases.
+    The ratio is minus infinity if the model predicts no decrease or if the loss after the step is not finite. It is
+    invalid if the step is zero, if the loss before the step is not finite, or if rounding hides the predicted change
+    and the loss does not increase.
 
     Args:
       value_fn: the loss as a function of the parameters.

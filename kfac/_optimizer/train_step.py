@@ -331,15 +331,15 @@ class TrainStep:
         result, grads = measure(params, *args, kwargs=kwargs)
         one_in = statistics_one_in(layers, self.statistics_fraction)
         # Only optimizers that evaluate the loss call these functions. Line searches need the loss and the gradient too.
-        losses = {
+        extra = {
             "value": result[0] if self.has_aux else result,
             "grad": grads,
             "value_fn": self._loss_of_params(layers, args, kwargs, 1),
         }
         if one_in > 1:
-            losses["curvature_fn"] = self._loss_of_params(layers, args, kwargs, one_in)
+            extra["curvature_fn"] = self._loss_of_params(layers, args, kwargs, one_in)
         updates, opt_state = self._transformation(layers).update(
-            grads, opt_state, params, **losses
+            grads, opt_state, params, **extra
         )
         # A call takes statistics when they are due, so nobody has forgotten them.
         note_observe()
