@@ -159,6 +159,7 @@ def test_statistics_are_taken_when_they_are_due(overhead, every):
     ({}, "2 layers, 320 parameters, SOAP\n512 examples in argument 1; statistics from 1/4 of them every 6 steps"),
     ({"overhead": 10, "preconditioner": kfac.Eigh()}, "; statistics from 1/4 of them in every step"),
     ({"statistics_fraction": 1, "overhead": 0.3}, "SOAP\n512 examples in argument 1; statistics every 2 steps"),
+    ({"statistics_fraction": 1 / 1024}, "SOAP\n512 examples in argument 1; statistics every"),
     ({"verbose": False}, ""),
 ])  # fmt: skip
 def test_it_says_once_what_it_found_and_looks_once(capsys, options, words):
