@@ -18,6 +18,8 @@ The methods are:
 - "soap": published SOAP (`examples/physics/soap.py`) for kernels, Adam as with Muon.
 - "adamw": AdamW with a weight decay of 0.1 for kernels.
 
+With `--decay X`, K-FAC, Muon and SOAP decay the blocks' kernels by X times the rate.
+
 A row has the validation loss after a twelfth of the steps, and the last step of the kernels of each kind: its stable
 rank `|step|_F^2 / |step|_2^2`, its Frobenius and its spectral norm relative to the kernel's, and K-FAC's adaptive
 multiplier. Each number is a mean over the blocks.
@@ -81,7 +83,7 @@ class Rung(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Hold a rung, a method and its settings. `adam` is 1 for methods without a second rate."""
+    """Hold a rung, a method and its settings. `adam` is 1 for methods without a second rate; `decay` is of kernels."""
 
     rung: Rung
     method: str
@@ -89,13 +91,14 @@ class Run(NamedTuple):
     adam: float = 1.0
     rules: tuple[tuple[str, float], ...] = ()
     seed: int = 0
+    decay: float = 0.0
 
     @classmethod
     def of(cls, row: curves.Row) -> Run:
         """Return the run of a row."""
         rung = Rung(**{name: row[name] for name in Rung._fields if name in row})
         rules = tuple(sorted(row["rules"].items()))
-        return cls(rung, row["method"], row["rate"], row["adam"], rules, row["seed"])
+        return cls(rung, row["method"], row["rate"], row["adam"], rules, row["seed"], row.get("decay", 0.0))
 
     def row(self) -> curves.Row:
         """Return the entries that all rows of the run share."""
@@ -106,7 +109,7 @@ class Run(NamedTuple):
     def name(self) -> str:
         """The name of the file with the run's state."""
         rules = "-".join(f"{re.sub(r'[^A-Za-z]', '', pattern)}-{factor}" for pattern, factor in self.rules)
-        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, rules)))
+        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, self.decay, rules)))
 
     def neighbours(self) -> list[Run]:
         """Return the runs that a search compares with this run."""
@@ -134,7 +137,12 @@ def by_adam(path: Any, leaf: jax.Array) -> bool:
     return "blocks" not in jax.tree_util.keystr(path) or leaf.ndim < 3
 
 
-def muon(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
+def decaying(params: Any) -> Any:
+    """Return which parameters have weight decay: the blocks' kernels."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: not by_adam(path, leaf), params)
+
+
+def muon(rate: optax.Schedule, adam: float, decay: float) -> optax.GradientTransformation:
     def dimensions(params: Any) -> Any:
         def of(path: Any, leaf: jax.Array) -> Any:
             return None if by_adam(path, leaf) else optax.contrib.MuonDimensionNumbers(1, 2)
@@ -143,11 +151,11 @@ def muon(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
 
     return optax.contrib.muon(
         rate, adam_b2=0.95, adam_learning_rate=lambda count: adam * rate(count),
-        muon_weight_dimension_numbers=dimensions,
+        muon_weight_dimension_numbers=dimensions, weight_decay=decay,
     )  # fmt: skip
 
 
-def soap(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
+def soap(rate: optax.Schedule, adam: float, decay: float) -> optax.GradientTransformation:
     """Return published SOAP, which takes each block's kernels as separate matrices."""
 
     def kernels() -> optax.GradientTransformation:
@@ -169,7 +177,9 @@ def soap(rate: optax.Schedule, adam: float) -> optax.GradientTransformation:
 
     slower = optax.chain(optax.scale_by_adam(0.9, 0.95), optax.scale(adam))
     return optax.chain(
-        optax.multi_transform({"soap": kernels(), "adam": slower}, labels), optax.scale_by_learning_rate(rate)
+        optax.multi_transform({"soap": kernels(), "adam": slower}, labels),
+        optax.add_decayed_weights(decay, decaying),
+        optax.scale_by_learning_rate(rate),
     )
 
 
@@ -194,7 +204,7 @@ class Programs(NamedTuple):
 
 
 @functools.cache
-def programs(rung: Rung, method: str, rules: tuple[tuple[str, float], ...]) -> Programs:
+def programs(rung: Rung, method: str, rules: tuple[tuple[str, float], ...], decay: float) -> Programs:
     loss_fn = network(rung).loss
     layers: Any = None
     observe = None
@@ -214,10 +224,10 @@ def programs(rung: Rung, method: str, rules: tuple[tuple[str, float], ...]) -> P
             return rate * shape(count)
 
         if method == "kfac":
-            return kfac.kfac(schedule, layers)
+            return kfac.kfac(schedule, layers, weight_decay=decay, weight_decay_mask=decaying)
         if method == "adamw":
             return adamw(schedule)
-        return {"muon": muon, "soap": soap}[method](schedule, adam)
+        return {"muon": muon, "soap": soap}[method](schedule, adam, decay)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, tokens: Any, rate: Any, adam: Any) -> Any:
@@ -308,7 +318,7 @@ def train(run: Run, stop: int, store: Store) -> float:
     count = max(8, VALIDATION // rung.context) // 8 * 8
     begin = np.linspace(0, len(text.held_out) - rung.context - 1, count).astype(int)
     held_out = rows(text.held_out, begin).reshape(8, count // 8, -1)
-    init, observe, program, evaluate = programs(rung, run.method, run.rules)
+    init, observe, program, evaluate = programs(rung, run.method, run.rules, run.decay)
     params = jax.jit(functools.partial(at_start, rung))(run.seed)
     saved = store.folder / f"{run.name}.npz"
     (params, state), kept = curves.restore(saved, (params, init(params)))
@@ -383,20 +393,25 @@ def value_at(curve: list[curves.Row], step: int) -> float:
 
 
 class Comparison(NamedTuple):
-    """Hold the best run of each method on a rung and seed, at the last step that all of these methods have."""
+    """Hold the best run of each method on a rung and seed, at the last step that all of these methods have.
+
+    Runs with weight decay have a comparison of their own.
+    """
 
     rung: Rung
     seed: int
+    decayed: bool
     step: int
     best: dict[str, tuple[Run, list[curves.Row]]]
 
 
 def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
-    """Return a comparison for each rung and seed. Runs of K-FAC with rules do not count."""
-    rungs = sorted({(run.rung, run.seed) for run in found})
+    """Return a comparison for each rung and seed, with and without decay. Runs of K-FAC with rules do not count."""
+    rungs = sorted({(run.rung, run.seed, run.decay > 0) for run in found})
     result = []
-    for rung, seed in rungs:
-        here = {run: curve for run, curve in found.items() if (run.rung, run.seed, run.rules) == (rung, seed, ())}
+    for key in rungs:
+        here = {run: curve for run, curve in found.items() if (run.rung, run.seed, run.decay > 0) == key}
+        here = {run: curve for run, curve in here.items() if not run.rules}
         methods = [method for method in METHODS if any(run.method == method for run in here)]
         steps = [
             {row["step"] for run, curve in here.items() if run.method == method for row in curve} for method in methods
@@ -410,7 +425,7 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
             there = {run: curve for run, curve in there.items() if any(row["step"] == step for row in curve)}
             run = min(there, key=lambda run: value_at(there[run], step))
             best[method] = run, there[run]
-        result.append(Comparison(rung, seed, step, best))
+        result.append(Comparison(*key, step, best))
     return result
 
 
@@ -423,10 +438,11 @@ def written(entry: object) -> str:
 def report(store: Store) -> None:
     """Print the best run of each method on each rung with K-FAC's lead over it, and then all settings of K-FAC."""
     found = store.curves()
-    columns = *Rung._fields, "seed", "at step", "method", "rate", "Adam", "loss", "K-FAC's lead in nats", "in steps"
+    columns = *Rung._fields, "seed", "at step", "method", "rate", "Adam", "decay", "loss"
+    columns += "K-FAC's lead in nats", "in steps"
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
-    for rung, seed, step, best in comparisons(found):
+    for rung, seed, _, step, best in comparisons(found):
         for method, (run, curve) in best.items():
             ours = "| "
             if method != "kfac" and "kfac" in best:
@@ -434,8 +450,9 @@ def report(store: Store) -> None:
                 ours = f"{nats:+.3f} | {steps:.0f}"
             numbers = " | ".join(map(written, (*rung, seed, step)))
             multiple = f"{run.adam:g}" if method in ("muon", "soap") else ""
-            print(f"| {numbers} | {method} | {run.rate:g} | {multiple} | {value_at(curve, step):.3f} | {ours} |")
-    of_rules = *Rung._fields, "seed", "rules", "rate", "at step", "loss"
+            settings = f"{run.rate:g} | {multiple} | {run.decay:g}"
+            print(f"| {numbers} | {method} | {settings} | {value_at(curve, step):.3f} | {ours} |")
+    of_rules = *Rung._fields, "seed", "rules", "rate", "decay", "at step", "loss"
     print(f"\n| {' | '.join(of_rules)} |")
     print("|---" * len(of_rules) + "|")
     for run, curve in sorted(found.items()):
@@ -444,20 +461,21 @@ def report(store: Store) -> None:
             rules = " ".join(f"{pattern}={factor:g}" for pattern, factor in run.rules)
             escaped = rules.replace("|", "\\|")
             last = curve[-1]
-            print(f"| {numbers} | {escaped} | {run.rate:g} | {last['step']} | {last['validation']:.3f} |")
+            settings = f"{escaped} | {run.rate:g} | {run.decay:g}"
+            print(f"| {numbers} | {settings} | {last['step']} | {last['validation']:.3f} |")
 
 
 def plot(store: Store, figure: Path) -> None:
     """Draw K-FAC's lead over Muon against the number of steps, and the stable rank of the kernels' steps by width.
 
-    A point is a rung with seed 0 that both methods finished. The stable rank is a mean over the schedule.
+    A point is a rung with seed 0 that both methods finished without weight decay. The stable rank is a mean over the schedule.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = [x for x in comparisons(store.curves()) if x.seed == 0 and x.step == x.rung.steps]
+    found = [x for x in comparisons(store.curves()) if (x.seed, x.decayed, x.step) == (0, False, x.rung.steps)]
     found = [x for x in found if {"kfac", "muon"} <= set(x.best)]
     widths = sorted({x.rung.width for x in found})
     picture, (nats, share, rank) = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
@@ -521,6 +539,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")
     parser.add_argument("--adam", type=float, choices=MULTIPLES, default=1.0,
                         help="muon and soap: their Adam's rate over their own")  # fmt: skip
+    parser.add_argument("--decay", type=float, default=0.0, help="weight decay of the blocks' kernels, times the rate")
     parser.add_argument("--rules", nargs="*", default=[], metavar="PATTERN=X", help="kfac: multipliers of layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=HERE / "ladder.jsonl")
@@ -534,6 +553,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--rules is for --method kfac")
     if options.adam != 1 and options.method not in ("muon", "soap"):
         parser.error(f"--adam is for --method muon and soap, but --method is {options.method}")
+    if options.decay and options.method == "adamw":
+        parser.error("--decay is for kfac, muon and soap: adamw has its own")
     store = Store(options.results, options.folder)
     if options.action == "report":
         report(store)
@@ -548,7 +569,7 @@ def main(arguments: list[str] | None = None) -> None:
     if stop != rung.steps and stop % rung.every:
         parser.error(f"--stop {stop} is not a multiple of {rung.every}, a twelfth of --steps {rung.steps}")
     runs = [
-        Run(rung, options.method, rate, options.adam, rules, options.seed)
+        Run(rung, options.method, rate, options.adam, rules, options.seed, options.decay)
         for rate in options.rate or [RATES[options.method]]
     ]
     if options.action == "search":

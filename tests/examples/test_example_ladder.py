@@ -37,7 +37,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3"])
+@pytest.mark.parametrize("method", ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3", "muon --decay 0.1"])
 def test_train_resumes_a_stopped_run(ladder, tmp_path, method):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, stops in ((whole, [12]), (parts, [5, 12, 12])):
@@ -53,6 +53,27 @@ def test_train_resumes_a_stopped_run(ladder, tmp_path, method):
         (parts / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(parts)[:3]))
         main(ladder, "run", parts)
         assert [row["validation"] for row in rows(parts)] == [row["validation"] for row in rows(whole)]
+
+
+@pytest.mark.parametrize("method", ["kfac", "muon", "soap"])
+def test_decay_shrinks_kernels_only(ladder, method):
+    rung = ladder.Rung(16, 2, 8, 300, 32, 12)
+    rate = 0.1 * float(ladder.kfac.schedules.warmup_linear_decay(1.0, 12)(0))
+    assert rate > 0
+    params = ladder.at_start(rung, 0)
+    tokens = np.arange(36).reshape(4, 9)
+    after = []
+    for decay in (0.0, 0.5):
+        init, observe, step, _ = ladder.programs(rung, method, (), decay)
+        state = init(params)
+        if observe is not None:
+            state = observe(state, params, tokens)
+        after.append(step(ladder.jax.tree.map(ladder.jnp.copy, params), state, tokens, 0.1, 1.0)[0])
+    for path, leaf in ladder.jax.tree_util.tree_leaves_with_path(params):
+        without, decayed = (ladder.jax.tree_util.tree_flatten_with_path(tree)[0] for tree in after)
+        difference = dict(without)[path] - dict(decayed)[path]
+        expected = 0 if ladder.by_adam(path, leaf) else rate * 0.5 * leaf
+        np.testing.assert_allclose(difference, np.broadcast_to(expected, leaf.shape), atol=1e-6)
 
 
 def test_kernel_facts(ladder):
@@ -98,12 +119,16 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     slower = ladder.Run(rung, "kfac", 0.1, rules=(("tokens", 0.3),))
     lines.append(json.dumps(slower.row() | {"step": 12, "validation": 1.0}) + "\n")
     lines.append(json.dumps(ladder.Run(rung, "kfac", 0.2).row() | {"step": 3, "validation": 1.0}) + "\n")
+    # Weight decay has rows of its own.
+    decayed = ladder.Run(rung, "kfac", 0.1, decay=0.02)
+    lines.append(json.dumps(decayed.row() | {"step": 12, "validation": 2.0}) + "\n")
     (tmp_path / "results.jsonl").write_text("".join(lines))
     main(ladder, "report", tmp_path)
     table = capsys.readouterr().out
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | 12 | kfac | 0.1 |  | 3.000 | |  |" in table
-    assert "| muon | 0.03 | 1 | 4.500 | +1.500 | 4 |" in table
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | tokens=0.3 | 0.1 | 12 | 1.000 |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | 12 | kfac | 0.1 |  | 0 | 3.000 | |  |" in table
+    assert "| muon | 0.03 | 1 | 0 | 4.500 | +1.500 | 4 |" in table
+    assert "| kfac | 0.1 |  | 0.02 | 2.000 | |  |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | tokens=0.3 | 0.1 | 0 | 12 | 1.000 |" in table
     main(ladder, "plot", tmp_path)
     assert (tmp_path / "figure.png").is_file()
 
@@ -113,6 +138,7 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     [
         ("--method muon --rules tokens=0.3", "--rules is for --method kfac"),
         ("--adam 0.3", "--adam is for --method muon and soap"),
+        ("--method adamw --decay 0.1", "--decay is for kfac, muon and soap"),
         ("--tokens 33", "not a multiple of --context 8"),
         ("--steps 48 --stop 5", "--stop 5 is not a multiple of 4"),
     ],
