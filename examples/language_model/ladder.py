@@ -109,7 +109,8 @@ class Run(NamedTuple):
     def name(self) -> str:
         """The name of the file with the run's state."""
         rules = "-".join(f"{re.sub(r'[^A-Za-z]', '', pattern)}-{factor}" for pattern, factor in self.rules)
-        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, self.decay, rules)))
+        own = self.method, self.rate, self.adam, self.seed, self.decay, rules
+        return "-".join(map(str, ("ladder", *self.rung, *own)))
 
     def neighbours(self) -> list[Run]:
         """Return the runs that a search compares with this run."""
@@ -468,7 +469,8 @@ def report(store: Store) -> None:
 def plot(store: Store, figure: Path) -> None:
     """Draw K-FAC's lead over Muon against the number of steps, and the stable rank of the kernels' steps by width.
 
-    A point is a rung with seed 0 that both methods finished without weight decay. The stable rank is a mean over the schedule.
+    A point is a rung with seed 0 that both methods finished without weight decay. The stable rank is a mean over the
+    schedule.
     """
     import matplotlib
 

@@ -37,7 +37,9 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3", "muon --decay 0.1"])
+@pytest.mark.parametrize(
+    "method", ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3", "muon --decay 0.1"]
+)
 def test_train_resumes_a_stopped_run(ladder, tmp_path, method):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, stops in ((whole, [12]), (parts, [5, 12, 12])):
