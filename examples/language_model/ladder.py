@@ -2,7 +2,8 @@
 
     python examples/language_model/ladder.py run --width 128 --method kfac --rate 0.1    # repeat it to continue the run
     python examples/language_model/ladder.py search --width 128 --method muon            # its rate and its Adam's rate
-    python examples/language_model/ladder.py report
+    python examples/language_model/ladder.py report    # the best run of each method on each rung, and all runs of K-FAC
+    python examples/language_model/ladder.py leads     # K-FAC's lead over Muon on each rung
     python examples/language_model/ladder.py plot
 
 A rung is a network, a batch and a number of steps. The network is the decoder in `transformer.py` with a tied table.
@@ -466,6 +467,60 @@ def report(store: Store) -> None:
             print(f"| {numbers} | {settings} | {last['step']} | {last['validation']:.3f} |")
 
 
+class Lead(NamedTuple):
+    """Hold K-FAC's lead over Muon's best run at the end of a schedule. K-FAC has its recommended rate.
+
+    Attributes:
+      nats, steps: the lead, see `lead`.
+      neighbours: for how many of its neighbours the best run of Muon is known to be better, and their number.
+    """
+
+    comparison: Comparison
+    ours: Run
+    muon: Run
+    nats: float
+    steps: float
+    neighbours: tuple[int, int]
+
+
+def leads(found: dict[Run, list[curves.Row]]) -> list[Lead]:
+    result = []
+    for x in comparisons(found):
+        if x.step != x.rung.steps or not {"kfac", "muon"} <= set(x.best):
+            continue
+        ours = x.best["kfac"][0]._replace(rate=RATES["kfac"])
+        muon, behind = x.best["muon"]
+        if not any(row["step"] == x.step for row in found.get(ours, [])):
+            continue
+        near = muon.neighbours()
+        known = sum(any(row["step"] == x.step for row in found.get(run, [])) for run in near)
+        result.append(Lead(x, ours, muon, *lead(found[ours], behind, x.step), (known, len(near))))
+    return result
+
+
+def print_leads(store: Store) -> None:
+    """Print K-FAC's lead over Muon on each rung, as a table in Markdown."""
+    found = store.curves()
+    print(
+        "| width | blocks | context | tokens | steps | notes | K-FAC | Muon | Muon's rate, its Adam's | worse neighbours "
+        "| lead in nats | in steps |"
+    )
+    print("|---" * 12 + "|")
+    for x in leads(found):
+        rung = x.comparison.rung
+        ours, muon = (value_at(found[run], rung.steps) for run in (x.ours, x.muon))
+        notes = [f"seed {x.ours.seed}"] * (x.ours.seed > 0) + ["split"] * (not rung.fused)
+        notes += [rung.dtype] * (rung.dtype != "float32")
+        notes += [f"decay {x.ours.decay:g}, Muon {x.muon.decay:g}"] * x.comparison.decayed
+        sizes = (rung.width, rung.blocks, rung.context, rung.tokens, rung.steps)
+        rates = f"{x.muon.rate:g}, {x.muon.rate * x.muon.adam:.3g}"
+        known, number = x.neighbours
+        print(
+            f"| {' | '.join(map(written, sizes))} | {', '.join(notes)} | {ours:.3f} | {muon:.3f} | {rates} "
+            f"| {known} of {number} | {x.nats:.3f} | {x.steps:.0f}, {x.steps / rung.steps:.0%} |"
+        )
+
+
 def plot(store: Store, figure: Path) -> None:
     """Draw K-FAC's lead over Muon against the number of steps, and the stable rank of the kernels' steps by width.
 
@@ -477,15 +532,14 @@ def plot(store: Store, figure: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = [x for x in comparisons(store.curves()) if (x.seed, x.decayed, x.step) == (0, False, x.rung.steps)]
-    found = [x for x in found if {"kfac", "muon"} <= set(x.best)]
-    widths = sorted({x.rung.width for x in found})
+    curves_of = store.curves()
+    found = [x for x in leads(curves_of) if x.ours.seed == 0 and not x.comparison.decayed]
+    widths = sorted({x.ours.rung.width for x in found})
     picture, (nats, share, rank) = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
-    for comparison in found:
-        rung = comparison.rung
-        ahead, behind = (comparison.best[method][1] for method in ("kfac", "muon"))
-        difference, steps = lead(ahead, behind, rung.steps)
+    for x in found:
+        rung = x.ours.rung
         label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens"
+        label += f", context {rung.context:,}" * (rung.context != 128)
         label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
         style = {
             "color": f"C{widths.index(rung.width)}",
@@ -494,12 +548,12 @@ def plot(store: Store, figure: Path) -> None:
             "linestyle": "none", "markersize": 9,
         }  # fmt: skip
         known = {line.get_label() for line in nats.lines}
-        nats.plot(rung.steps, difference, **style, label=None if label in known else label)
-        share.plot(rung.steps, 100 * steps / rung.steps, **style)
-        for method, color in (("kfac", "C0"), ("muon", "C1")):
+        nats.plot(rung.steps, x.nats, **style, label=None if label in known else label)
+        share.plot(rung.steps, 100 * x.steps / rung.steps, **style)
+        for run, color in ((x.ours, "C0"), (x.muon, "C1")):
             ranks = [
                 np.mean([facts["stable_rank"] for facts in row["kernels"].values()])
-                for row in comparison.best[method][1]
+                for row in curves_of[run]
                 if "kernels" in row
             ]
             rank.plot(rung.width, np.mean(ranks), "o", color=color)
@@ -526,7 +580,7 @@ def plot(store: Store, figure: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "search", "report", "plot"])
+    parser.add_argument("action", choices=["run", "search", "report", "leads", "plot"])
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
@@ -560,6 +614,9 @@ def main(arguments: list[str] | None = None) -> None:
     store = Store(options.results, options.folder)
     if options.action == "report":
         report(store)
+        return
+    if options.action == "leads":
+        print_leads(store)
         return
     if options.action == "plot":
         plot(store, options.figure)

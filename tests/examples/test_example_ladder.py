@@ -131,6 +131,9 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     assert "| muon | 0.03 | 1 | 0 | 4.500 | +1.500 | 4 |" in table
     assert "| kfac | 0.1 |  | 0.02 | 2.000 | |  |" in table
     assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | tokens=0.3 | 0.1 | 0 | 12 | 1.000 |" in table
+    main(ladder, "leads", tmp_path)
+    row = "| 16 | 2 | 8 | 32 | 12 | bfloat16 | 3.000 | 4.500 | 0.03, 0.03 | 1 of 4 | 1.500 | 4, 38% |"
+    assert row in capsys.readouterr().out
     main(ladder, "plot", tmp_path)
     assert (tmp_path / "figure.png").is_file()
 
@@ -149,3 +152,10 @@ def test_main_refuses_arguments_without_effect(ladder, tmp_path, capsys, argumen
     with pytest.raises(SystemExit):
         main(ladder, "run", tmp_path, *arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_leads_are_those_of_the_page(ladder, capsys):
+    ladder.main(["leads"])
+    table = capsys.readouterr().out
+    assert table.count("\n") > 15
+    assert table in (FOLDER / "README.md").read_text()
