@@ -501,11 +501,10 @@ def leads(found: dict[Run, list[curves.Row]]) -> list[Lead]:
 def print_leads(store: Store) -> None:
     """Print K-FAC's lead over Muon on each rung, as a table in Markdown."""
     found = store.curves()
-    print(
-        "| width | blocks | context | tokens | steps | notes | K-FAC | Muon | Muon's rate, its Adam's | worse neighbours "
-        "| lead in nats | in steps |"
-    )
-    print("|---" * 12 + "|")
+    columns = "width", "blocks", "context", "tokens", "steps", "notes", "K-FAC", "Muon", "Muon's rate, its Adam's"
+    columns += "worse neighbours", "lead in nats", "in steps"
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for x in leads(found):
         rung = x.comparison.rung
         ours, muon = (value_at(found[run], rung.steps) for run in (x.ours, x.muon))
