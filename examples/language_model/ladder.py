@@ -440,8 +440,8 @@ def written(entry: object) -> str:
 def report(store: Store) -> None:
     """Print the best run of each method on each rung with K-FAC's lead over it, and then all settings of K-FAC."""
     found = store.curves()
-    columns = *Rung._fields, "seed", "at step", "method", "rate", "Adam", "decay", "loss"
-    columns += "K-FAC's lead in nats", "in steps"
+    columns = [*Rung._fields, "seed", "at step", "method", "rate", "Adam", "decay", "loss"]
+    columns += ["K-FAC's lead in nats", "in steps"]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     for rung, seed, _, step, best in comparisons(found):
@@ -501,8 +501,8 @@ def leads(found: dict[Run, list[curves.Row]]) -> list[Lead]:
 def print_leads(store: Store) -> None:
     """Print K-FAC's lead over Muon on each rung, as a table in Markdown."""
     found = store.curves()
-    columns = "width", "blocks", "context", "tokens", "steps", "notes", "K-FAC", "Muon", "Muon's rate, its Adam's"
-    columns += "worse neighbours", "lead in nats", "in steps"
+    columns = ["width", "blocks", "context", "tokens", "steps", "notes", "K-FAC", "Muon", "Muon's rate, its Adam's"]
+    columns += ["worse neighbours", "lead in nats", "in steps"]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     for x in leads(found):
