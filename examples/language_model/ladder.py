@@ -19,7 +19,7 @@ The methods are:
 - "soap": published SOAP (`examples/physics/soap.py`) for kernels, Adam as with Muon.
 - "adamw": AdamW with a weight decay of 0.1 for kernels.
 
-With `--decay X`, K-FAC, Muon and SOAP decay the blocks' kernels by X times the rate.
+With `--decay X`, K-FAC, Muon and SOAP subtract X times the rate times each of the blocks' kernels in a step.
 
 A row has the validation loss after a twelfth of the steps, and the last step of the kernels of each kind: its stable
 rank `|step|_F^2 / |step|_2^2`, its Frobenius and its spectral norm relative to the kernel's, and K-FAC's adaptive
@@ -110,8 +110,8 @@ class Run(NamedTuple):
     def name(self) -> str:
         """The name of the file with the run's state."""
         rules = "-".join(f"{re.sub(r'[^A-Za-z]', '', pattern)}-{factor}" for pattern, factor in self.rules)
-        own = self.method, self.rate, self.adam, self.seed, self.decay, rules
-        return "-".join(map(str, ("ladder", *self.rung, *own)))
+        decay = f"-decay-{self.decay}" if self.decay else ""
+        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, rules))) + decay
 
     def neighbours(self) -> list[Run]:
         """Return the runs that a search compares with this run."""
@@ -472,7 +472,7 @@ class Lead(NamedTuple):
 
     Attributes:
       nats, steps: the lead, see `lead`.
-      neighbours: for how many of its neighbours the best run of Muon is known to be better, and their number.
+      neighbours: how many neighbours of Muon's best run have finished, all of them worse, and how many there are.
     """
 
     comparison: Comparison
@@ -484,17 +484,18 @@ class Lead(NamedTuple):
 
 
 def leads(found: dict[Run, list[curves.Row]]) -> list[Lead]:
+    def counts(run: Run) -> bool:
+        return run.method == "muon" or (run.method == "kfac" and run.rate == RATES["kfac"])
+
     result = []
-    for x in comparisons(found):
-        if x.step != x.rung.steps or not {"kfac", "muon"} <= set(x.best):
+    for x in comparisons({run: curve for run, curve in found.items() if counts(run)}):
+        if x.step != x.rung.steps or len(x.best) < 2:
             continue
-        ours = x.best["kfac"][0]._replace(rate=RATES["kfac"])
+        ours, ahead = x.best["kfac"]
         muon, behind = x.best["muon"]
-        if not any(row["step"] == x.step for row in found.get(ours, [])):
-            continue
         near = muon.neighbours()
-        known = sum(any(row["step"] == x.step for row in found.get(run, [])) for run in near)
-        result.append(Lead(x, ours, muon, *lead(found[ours], behind, x.step), (known, len(near))))
+        finished = sum(any(row["step"] == x.step for row in found.get(run, [])) for run in near)
+        result.append(Lead(x, ours, muon, *lead(ahead, behind, x.step), (finished, len(near))))
     return result
 
 
@@ -510,13 +511,13 @@ def print_leads(store: Store) -> None:
         ours, muon = (value_at(found[run], rung.steps) for run in (x.ours, x.muon))
         notes = [f"seed {x.ours.seed}"] * (x.ours.seed > 0) + ["split"] * (not rung.fused)
         notes += [rung.dtype] * (rung.dtype != "float32")
-        notes += [f"decay {x.ours.decay:g}, Muon {x.muon.decay:g}"] * x.comparison.decayed
+        notes += [f"decay: K-FAC {x.ours.decay:g}, Muon {x.muon.decay:g}"] * x.comparison.decayed
         sizes = (rung.width, rung.blocks, rung.context, rung.tokens, rung.steps)
         rates = f"{x.muon.rate:g}, {x.muon.rate * x.muon.adam:.3g}"
-        known, number = x.neighbours
+        finished, number = x.neighbours
         print(
             f"| {' | '.join(map(written, sizes))} | {', '.join(notes)} | {ours:.3f} | {muon:.3f} | {rates} "
-            f"| {known} of {number} | {x.nats:.3f} | {x.steps:.0f}, {x.steps / rung.steps:.0%} |"
+            f"| {finished} of {number} | {x.nats:.3f} | {x.steps:.0f}, {x.steps / rung.steps:.0%} |"
         )
 
 
@@ -579,7 +580,8 @@ def plot(store: Store, figure: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "search", "report", "leads", "plot"])
+    parser.add_argument("action", choices=["run", "search", "report", "leads", "plot"],
+                        help="`run` and `search` train; the others read --results and ignore the settings")  # fmt: skip
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
@@ -594,7 +596,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")
     parser.add_argument("--adam", type=float, choices=MULTIPLES, default=1.0,
                         help="muon and soap: their Adam's rate over their own")  # fmt: skip
-    parser.add_argument("--decay", type=float, default=0.0, help="weight decay of the blocks' kernels, times the rate")
+    parser.add_argument("--decay", type=float, default=0.0,
+                        help="kfac, muon and soap: weight decay of the blocks' kernels")  # fmt: skip
     parser.add_argument("--rules", nargs="*", default=[], metavar="PATTERN=X", help="kfac: multipliers of layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=HERE / "ladder.jsonl")

@@ -190,9 +190,9 @@ class TrainStep:
         if layers.batch_argnums:
             keys = ", ".join(map(repr, layers.batch_argnums))
             examples += f" in argument{'s' * (len(layers.batch_argnums) > 1)} {keys}"
-        # Statistics use all examples of a batch with fewer than `one_in`.
-        thinned = 1 < one_in <= (layers.num_examples or one_in)
-        part = f" from 1/{one_in} of them" if thinned else ""
+        if (layers.num_examples or one_in) < one_in:
+            one_in = 1  # A batch with fewer examples is used whole.
+        part = f" from 1/{one_in} of them" if one_in > 1 else ""
         when = (
             f"every {period} steps after the start" if period > 1 else "in every step"
         )
