@@ -544,7 +544,7 @@ def plot(store: Store, figure: Path) -> None:
         style = {
             "color": f"C{widths.index(rung.width)}",
             "marker": {2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
-            "fillstyle": "full" if rung.blocks == 2 else "left",
+            "fillstyle": "none" if rung.context > 128 else "full" if rung.blocks == 2 else "left",
             "linestyle": "none", "markersize": 9,
         }  # fmt: skip
         known = {line.get_label() for line in nats.lines}
