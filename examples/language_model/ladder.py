@@ -543,7 +543,7 @@ def plot(store: Store, figure: Path) -> None:
         label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
         style = {
             "color": f"C{widths.index(rung.width)}",
-            "marker": {2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
+            "marker": {1024: "v", 2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
             "fillstyle": "none" if rung.context > 128 else "full" if rung.blocks == 2 else "left",
             "linestyle": "none", "markersize": 9,
         }  # fmt: skip
