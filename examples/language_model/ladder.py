@@ -412,8 +412,8 @@ def comparisons(found: dict[Run, list[curves.Row]]) -> list[Comparison]:
     rungs = sorted({(run.rung, run.seed, run.decay > 0) for run in found})
     result = []
     for key in rungs:
-        here = {run: curve for run, curve in found.items() if (run.rung, run.seed, run.decay > 0) == key}
-        here = {run: curve for run, curve in here.items() if not run.rules}
+        own = (*key, ())  # no rules
+        here = {run: curve for run, curve in found.items() if (run.rung, run.seed, run.decay > 0, run.rules) == own}
         methods = [method for method in METHODS if any(run.method == method for run in here)]
         steps = [
             {row["step"] for run, curve in here.items() if run.method == method for row in curve} for method in methods
