@@ -35,7 +35,7 @@ from gpu_record import Record, page, read
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 # The order, with the seconds that a whole programme takes on an H200 as far as its steps have been timed there.
-PROGRAMMES = {"E": 460, "F": 540, "B": 200, "A": 180, "C": 240, "D": 300}
+PROGRAMMES = {"E": 490, "F": 540, "B": 200, "A": 180, "C": 240, "D": 300}
 # A programme does not start with less time, because compiling would take most of it. The next programme may fit.
 LEAST = {"E": 180, "F": 240, "B": 180, "A": 90, "C": 150, "D": 150}
 # A speed table's rows, the most informative first.

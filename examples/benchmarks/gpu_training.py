@@ -224,6 +224,7 @@ class Scalars(NamedTuple):
     momentum: Any
     squares: Any
     split: Any
+    orthogonal: Any
     multipliers: dict[str, Any]
 
 
@@ -245,6 +246,7 @@ def kfac_step(loss_fn: Any, layers: kfac.Layers, params: Any, state: Any, batch:
     updates, state = traced_kfac(layers, scalars).update(grads, state, params)
     fused = updates["blocks"]["queries_keys_values"]
     fused["kernel"] = jax.lax.cond(scalars.split > 0, with_own_lengths, lambda step: step, fused["kernel"])
+    updates = jax.lax.cond(scalars.orthogonal > 0, orthogonalized, lambda steps: steps, updates)
     return _moved(params, updates, scalars.multipliers), state, loss
 
 
@@ -258,6 +260,22 @@ def with_own_lengths(step: jax.Array) -> jax.Array:
     length = spectral_norm(step) / 3**0.5
     parts = [x * (length / jnp.maximum(spectral_norm(x), 1e-30))[:, None, None] for x in jnp.split(step, 3, axis=2)]
     return jnp.concatenate(parts, axis=2).astype(step.dtype)
+
+
+def orthogonalized(updates: Any) -> Any:
+    """Make the singular values of each kernel's step about equal, as Muon does, and keep the largest."""
+    without_momentum = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
+    )
+
+    def of(path: Any, step: jax.Array) -> jax.Array:
+        if not is_stacked_kernel(path, step):
+            return step
+        flat, _ = without_momentum.update(step, without_momentum.init(step))
+        ratio = spectral_norm(step) / jnp.maximum(spectral_norm(flat), 1e-30)
+        return (flat * ratio[:, None, None]).astype(step.dtype)
+
+    return jax.tree_util.tree_map_with_path(of, updates)
 
 
 def traced_kfac(layers: kfac.Layers, scalars: Scalars) -> Any:
@@ -321,8 +339,8 @@ def scalars_of(chosen: Variant, horizon: int) -> Scalars:
         multipliers = {"kernels": 1.0, "adam": settings["adam"]}
     else:
         multipliers = {kind: chosen.multiplier(kind) for kind in KINDS}
-    momentum, squares, split = (settings.get(name, 0.0) for name in ("momentum", "squares", "split"))
-    scalars = Scalars(chosen.rate, horizon, momentum, squares, split, multipliers)
+    others = (settings.get(name, 0.0) for name in ("momentum", "squares", "split", "orthogonal"))
+    scalars = Scalars(chosen.rate, horizon, *others, multipliers)
     return jax.tree.map(jnp.float32, scalars)
 
 

@@ -26,10 +26,11 @@ KFAC = {
     "interval": 0.0,
     "statistics": 1.0,
     "split": 0.0,
+    "orthogonal": 0.0,
 }
 DECAYS = ("momentum", "squares", "factors")
 # `kfac.kfac` and `kfac.train_step` have no such options, so programme B cannot run them.
-ONLY_TRACED = ("factors", "interval", "split")
+ONLY_TRACED = ("factors", "interval", "split", "orthogonal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Variant:
       settings: all settings of the method by name. Muon has `adam`, Adam's rate for tables and vectors relative to
         Muon's. K-FAC has factors of the steps of each kind of parameter, the decays of the momentum, the squares and
         the factors, the interval between statistics in steps (0 for the optimizer's own), the fraction of the batch
-        in the statistics (1 or 0.25), and whether queries, keys and values have a step length each (`split`, 1 or 0).
+        in the statistics (1 or 0.25), whether queries, keys and values have a step length each (`split`, 1 or 0), and
+        whether the singular values of a kernel's step become equal (`orthogonal`, 1 or 0).
     """
 
     text: str
@@ -90,7 +92,7 @@ def _is_valid(name: str, number: float) -> bool:
         return number >= 1 and number == int(number)
     if name == "statistics":
         return number in (1, 0.25)
-    if name == "split":
+    if name in ("split", "orthogonal"):
         return number in (0, 1)
     return 0 <= number < math.inf
 
@@ -112,6 +114,7 @@ SEARCHED = [
     "muon:0.015,adam=1",
     "kfac:0.1",
     "kfac:0.1,split=1",
+    "kfac:0.1,orthogonal=1,kernels=0.3",
     RULE,
     "kfac:0.1,tables=0.3",
     "kfac:0.1,tables=0.1",

@@ -65,7 +65,8 @@ MOMENTS = 12  # validations of a run
 class Rung(NamedTuple):
     """Hold a network and the dtype of its computations, a batch size in tokens, and a number of steps.
 
-    `fused` says whether queries, keys and values have a single kernel.
+    `fused` says whether queries, keys and values have a single kernel. `rotary` says whether positions rotate queries
+    and keys, instead of a table of positions.
     """
 
     width: int
@@ -76,6 +77,7 @@ class Rung(NamedTuple):
     steps: int
     dtype: str = "float32"
     fused: bool = True
+    rotary: bool = False
 
     @property
     def every(self) -> int:
@@ -125,13 +127,15 @@ class Run(NamedTuple):
 
 def network(rung: Rung) -> Transformer:
     heads = max(1, rung.width // HEAD)
-    return Transformer(rung.vocabulary, rung.context, rung.width, rung.blocks, heads, rung.dtype, True, rung.fused)
+    sizes = rung.vocabulary, rung.context, rung.width, rung.blocks, heads
+    return Transformer(*sizes, rung.dtype, tied=True, fused=rung.fused, rotary=rung.rotary)
 
 
 def at_start(rung: Rung, seed: Any) -> Any:
     """Return the first parameters. The entries of a tied table are small, because it is the head's kernel as well."""
     params = network(rung).init(jax.random.key(seed))
-    return params | {"tokens": 0.02 * params["tokens"], "positions": 0.2 * params["positions"]}
+    smaller = {"tokens": 0.02, "positions": 0.2}
+    return params | {name: factor * params[name] for name, factor in smaller.items() if name in params}
 
 
 def by_adam(path: Any, leaf: jax.Array) -> bool:
@@ -510,7 +514,7 @@ def print_leads(store: Store) -> None:
         rung = x.comparison.rung
         ours, muon = (value_at(found[run], rung.steps) for run in (x.ours, x.muon))
         notes = [f"seed {x.ours.seed}"] * (x.ours.seed > 0) + ["split"] * (not rung.fused)
-        notes += [rung.dtype] * (rung.dtype != "float32")
+        notes += ["rotary"] * rung.rotary + [rung.dtype] * (rung.dtype != "float32")
         notes += [f"decay: K-FAC {x.ours.decay:g}, Muon {x.muon.decay:g}"] * x.comparison.decayed
         sizes = (rung.width, rung.blocks, rung.context, rung.tokens, rung.steps)
         rates = f"{x.muon.rate:g}, {x.muon.rate * x.muon.adam:.3g}"
@@ -541,6 +545,7 @@ def plot(store: Store, figure: Path) -> None:
         label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens"
         label += f", context {rung.context:,}" * (rung.context != 128)
         label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
+        label += ", rotary" * rung.rotary
         style = {
             "color": f"C{widths.index(rung.width)}",
             "marker": {1024: "v", 2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
@@ -591,6 +596,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--split", dest="fused", action="store_false",
                         help="queries, keys and values have three kernels instead of one")  # fmt: skip
+    parser.add_argument("--rotary", action="store_true",
+                        help="positions rotate queries and keys, and have no table")  # fmt: skip
     parser.add_argument("--stop", type=int, help="last step, if it is before the schedule's end")
     parser.add_argument("--method", choices=METHODS, default="kfac")
     parser.add_argument("--rate", type=float, nargs="+", help="one or more rates; `search` takes the first")

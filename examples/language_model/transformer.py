@@ -29,6 +29,7 @@ class Transformer:
     dtype: str = "bfloat16"
     tied: bool = False  # whether the head uses the token table as its kernel, and has no bias
     fused: bool = True  # whether queries, keys and values have a single kernel
+    rotary: bool = False  # whether positions rotate queries and keys (arXiv:2104.09864), and have no table
 
     def init(self, key: jax.Array) -> Params:
         """Return initial parameters. Kernels have variance 1 / d_in.
@@ -53,9 +54,10 @@ class Transformer:
             return {name: {"kernel": x, "bias": b} for name, x, b in zip(PROJECTIONS, *parts, strict=True)}
 
         residual = (2 * k) ** -0.5
-        params = {
-            "tokens": jax.random.normal(next(keys), (self.vocabulary, d)),
-            "positions": 0.1 * jax.random.normal(next(keys), (self.context, d)),
+        tables = {"tokens": jax.random.normal(next(keys), (self.vocabulary, d))}
+        if not self.rotary:
+            tables["positions"] = 0.1 * jax.random.normal(next(keys), (self.context, d))
+        params = tables | {
             "blocks": {
                 "norm_attention": norm(k, d),
                 **projections(),
@@ -89,6 +91,8 @@ class Transformer:
             names = ("queries_keys_values",) if self.fused else PROJECTIONS
             qkv = jnp.concatenate([dense(layer[name], normed) for name in names], axis=-1)
             q, k, v = jnp.moveaxis(qkv.reshape(batch, time, 3, self.heads, -1), 2, 0)
+            if self.rotary:
+                q, k = rotated(q), rotated(k)
             scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
             weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(dtype)
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, time, -1)
@@ -96,8 +100,10 @@ class Transformer:
             x = x + dense(layer["down"], jax.nn.relu(dense(layer["up"], norm(layer["norm_mlp"], x))))
             return x, None
 
-        x = (params["tokens"][tokens] + params["positions"][:time]).astype(dtype)
-        x, _ = lax.scan(block, x, params["blocks"])
+        x = params["tokens"][tokens]
+        if not self.rotary:
+            x = x + params["positions"][:time]
+        x, _ = lax.scan(block, x.astype(dtype), params["blocks"])
         x = norm(params["norm"], x)
         if self.tied:
             return (x.astype(dtype) @ params["tokens"].T.astype(dtype)).astype(jnp.float32)
@@ -108,3 +114,17 @@ class Transformer:
         logits = kfac.mark_output(self.logits(params, tokens[:, :-1]), "categorical")
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
         return -jnp.mean(chosen)
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Rotate pairs of entries of `[batch, time, heads, entries]` by angles that grow with the position.
+
+    The product of a query and a key then depends only on the distance between their positions. Entry `i` forms a pair
+    with entry `i + entries / 2`, and turns by `10000^(-2 i / entries)` per position.
+    """
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    return turned.astype(x.dtype)

@@ -170,7 +170,7 @@ def test_variant():
     assert chosen.public and not gpu_variants.variant("kfac:0.1,split=1").public
     assert gpu_variants.variant("muon:0.02").settings == {"adam": 1.0}
     texts = gpu_variants.SEARCHED
-    assert len(set(map(gpu_variants.variant, texts))) == len(texts) == 14
+    assert len(set(map(gpu_variants.variant, texts))) == len(texts) == 15
 
 
 def test_best_takes_the_lowest_losses_that_programme_b_can_run():

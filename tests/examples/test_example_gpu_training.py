@@ -65,7 +65,8 @@ def test_traced_runners_make_the_steps_of_the_public_interface(model, tmp_path):
             assert set(rates) == set(training.KINDS)
             assert all(np.all((1 <= rate) & (rate <= 4)) for rate in rates.values())
     # Settings that the optimizer does not know change the steps.
-    steps = [trained(runner_of(variant(f"kfac:0.1{more}")), params)[0] for more in ("", ",factors=0.5", ",split=1")]
+    more_settings = "", ",factors=0.5", ",split=1", ",orthogonal=1"
+    steps = [trained(runner_of(variant(f"kfac:0.1{more}")), params)[0] for more in more_settings]
     for other in steps[1:]:
         assert any(jnp.any(x != y) for x, y in zip(*map(jax.tree.leaves, (steps[0], other)), strict=True))
     facts = jax.device_get(compiled["facts"](params, steps[0]))

@@ -38,7 +38,8 @@ def rows(folder):
 
 
 @pytest.mark.parametrize(
-    "method", ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3", "muon --decay 0.1"]
+    "method",
+    ["kfac", "muon --adam 0.3", "soap", "adamw", "kfac --rules tokens=0.3", "muon --decay 0.1", "kfac --rotary"],
 )
 def test_train_resumes_a_stopped_run(ladder, tmp_path, method):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -127,10 +128,10 @@ def test_report_and_plot(ladder, tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("".join(lines))
     main(ladder, "report", tmp_path)
     table = capsys.readouterr().out
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | 12 | kfac | 0.1 |  | 0 | 3.000 | |  |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | no | 0 | 12 | kfac | 0.1 |  | 0 | 3.000 | |  |" in table
     assert "| muon | 0.03 | 1 | 0 | 4.500 | +1.500 | 4 |" in table
     assert "| kfac | 0.1 |  | 0.02 | 2.000 | |  |" in table
-    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | 0 | tokens=0.3 | 0.1 | 0 | 12 | 1.000 |" in table
+    assert "| 16 | 2 | 8 | 300 | 32 | 12 | bfloat16 | yes | no | 0 | tokens=0.3 | 0.1 | 0 | 12 | 1.000 |" in table
     main(ladder, "leads", tmp_path)
     row = "| 16 | 2 | 8 | 32 | 12 | bfloat16 | 3.000 | 4.500 | 0.03, 0.03 | 1 of 4 | 1.500 | 4, 38% |"
     assert row in capsys.readouterr().out

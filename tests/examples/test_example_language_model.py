@@ -27,6 +27,18 @@ def tiny(**sizes):
     return Transformer(**{"vocabulary": 96, "context": 6, "width": 8, "layers": 2, "heads": 2, **sizes})
 
 
+def test_rotary_positions_enter_only_as_distances():
+    import transformer
+
+    vectors = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 6)).astype(np.float32)
+    q, k = map(transformer.rotated, np.broadcast_to(vectors, (2, 1, 5, 1, 6)))
+    scores = np.einsum("bqhd,bkhd->qk", q, k)
+    for distance in range(-4, 5):
+        assert np.ptp(np.diagonal(scores, distance)) < 1e-5
+    assert np.ptp(scores[0]) > 0.1
+    assert "positions" not in tiny(rotary=True).init(jax.random.key(0))
+
+
 def test_the_text_is_that_of_the_documentation():
     import topics
 
