@@ -82,6 +82,8 @@ def variant(text: str) -> Variant:
         if not _is_valid(name, number):
             raise argparse.ArgumentTypeError(f"{text!r}: {name}={value} is out of range")
         settings[name] = number
+    if settings.get("split") and settings.get("orthogonal"):
+        raise argparse.ArgumentTypeError(f"{text!r}: orthogonal=1 would undo split=1")
     return Variant(text, method, peak, settings)
 
 

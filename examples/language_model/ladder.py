@@ -546,9 +546,11 @@ def plot(store: Store, figure: Path) -> None:
         label += f", context {rung.context:,}" * (rung.context != 128)
         label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
         label += ", rotary" * rung.rotary
+        with_table = {1024: "v", 2048: "o" if rung.fused else "^", 8192: "s"}
+        with_rotary = "P" if rung.fused else "X"
         style = {
             "color": f"C{widths.index(rung.width)}",
-            "marker": {1024: "v", 2048: "o" if rung.fused else "^", 8192: "s"}.get(rung.tokens, "D"),
+            "marker": with_rotary if rung.rotary else with_table.get(rung.tokens, "D"),
             "fillstyle": "none" if rung.context > 128 else "full" if rung.blocks == 2 else "left",
             "linestyle": "none", "markersize": 9,
         }  # fmt: skip

@@ -52,6 +52,7 @@ def test_an_earlier_file_is_kept(tmp_path):
         ("--programme", "E", "--runs", "kfac:0.1,table=0.3"),
         ("--programme", "E", "--runs", "muon:0.1,tables=0.3"),
         ("--programme", "E", "--runs", "kfac:0.1,momentum=1.5"),
+        ("--programme", "E", "--runs", "kfac:0.1,split=1,orthogonal=1"),
         ("--programme", "B", "--runs", "kfac:0.1,interval=4"),
         ("--programme", "F", "--batches", "60000"),
         ("--programme", "A", "--steps", "100"),

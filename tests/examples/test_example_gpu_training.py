@@ -108,6 +108,21 @@ def test_with_own_lengths_gives_each_part_the_length_of_a_square_kernel():
         np.testing.assert_allclose(part, scale * old, rtol=1e-4)
 
 
+def test_orthogonalized_keeps_the_largest_singular_value(model):
+    random = np.random.default_rng(0)
+    params = model.init(jax.random.key(0))
+    steps = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32), params)
+    after = training.orthogonalized(steps)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(steps), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
+        if not training.is_stacked_kernel(path, old):
+            assert np.array_equal(new, old)
+            continue
+        before, now = (np.linalg.svd(x, compute_uv=False) for x in (old, new))
+        np.testing.assert_allclose(now[:, 0], before[:, 0], rtol=0.02)
+        assert np.all(now > 0.5 * now[:, :1]) and not np.all(before > 0.5 * before[:, :1])
+
+
 def test_losses_by_position_average_to_the_loss(model):
     params = model.init(jax.random.key(0))
     parts = jnp.stack([batch(0), batch(1)])

@@ -27,7 +27,7 @@ def tiny(**sizes):
     return Transformer(**{"vocabulary": 96, "context": 6, "width": 8, "layers": 2, "heads": 2, **sizes})
 
 
-def test_rotary_positions_enter_only_as_distances():
+def test_products_of_rotated_depend_on_the_distance():
     import transformer
 
     vectors = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 6)).astype(np.float32)
