@@ -339,8 +339,8 @@ def scalars_of(chosen: Variant, horizon: int) -> Scalars:
         multipliers = {"kernels": 1.0, "adam": settings["adam"]}
     else:
         multipliers = {kind: chosen.multiplier(kind) for kind in KINDS}
-    others = (settings.get(name, 0.0) for name in ("momentum", "squares", "split", "orthogonal"))
-    scalars = Scalars(chosen.rate, horizon, *others, multipliers)
+    others = {name: settings.get(name, 0.0) for name in ("momentum", "squares", "split", "orthogonal")}
+    scalars = Scalars(rate=chosen.rate, horizon=horizon, multipliers=multipliers, **others)
     return jax.tree.map(jnp.float32, scalars)
 
 
