@@ -84,6 +84,12 @@ class Rung(NamedTuple):
         """The number of steps between two validations."""
         return max(1, self.steps // MOMENTS)
 
+    @property
+    def notes(self) -> list[str]:
+        """How the network differs from the default one, apart from its sizes."""
+        dtype = [self.dtype] * (self.dtype != "float32")
+        return ["split"] * (not self.fused) + ["rotary"] * self.rotary + dtype
+
 
 class Run(NamedTuple):
     """Hold a rung, a method and its settings. `adam` is 1 for methods without a second rate; `decay` is of kernels."""
@@ -112,8 +118,8 @@ class Run(NamedTuple):
     def name(self) -> str:
         """The name of the file with the run's state."""
         rules = "-".join(f"{re.sub(r'[^A-Za-z]', '', pattern)}-{factor}" for pattern, factor in self.rules)
-        decay = f"-decay-{self.decay}" if self.decay else ""
-        return "-".join(map(str, ("ladder", *self.rung, self.method, self.rate, self.adam, self.seed, rules))) + decay
+        own = self.method, self.rate, self.adam, self.seed, self.decay, rules
+        return "-".join(map(str, ("ladder", *self.rung, *own)))
 
     def neighbours(self) -> list[Run]:
         """Return the runs that a search compares with this run."""
@@ -472,16 +478,15 @@ def report(store: Store) -> None:
 
 
 class Lead(NamedTuple):
-    """Hold K-FAC's lead over Muon's best run at the end of a schedule. K-FAC has its recommended rate.
+    """Hold K-FAC's lead over Muon's best run at the end of a schedule.
 
     Attributes:
+      comparison: of Muon's runs with those of K-FAC at its recommended rate.
       nats, steps: the lead, see `lead`.
       neighbours: how many neighbours of Muon's best run have finished, all of them worse, and how many there are.
     """
 
     comparison: Comparison
-    ours: Run
-    muon: Run
     nats: float
     steps: float
     neighbours: tuple[int, int]
@@ -495,32 +500,31 @@ def leads(found: dict[Run, list[curves.Row]]) -> list[Lead]:
     for x in comparisons({run: curve for run, curve in found.items() if counts(run)}):
         if x.step != x.rung.steps or len(x.best) < 2:
             continue
-        ours, ahead = x.best["kfac"]
+        _, ahead = x.best["kfac"]
         muon, behind = x.best["muon"]
         near = muon.neighbours()
         finished = sum(any(row["step"] == x.step for row in found.get(run, [])) for run in near)
-        result.append(Lead(x, ours, muon, *lead(ahead, behind, x.step), (finished, len(near))))
+        result.append(Lead(x, *lead(ahead, behind, x.step), (finished, len(near))))
     return result
 
 
 def print_leads(store: Store) -> None:
     """Print K-FAC's lead over Muon on each rung, as a table in Markdown."""
-    found = store.curves()
     columns = ["width", "blocks", "context", "tokens", "steps", "notes", "K-FAC", "Muon", "Muon's rate, its Adam's"]
     columns += ["worse neighbours", "lead in nats", "in steps"]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
-    for x in leads(found):
-        rung = x.comparison.rung
-        ours, muon = (value_at(found[run], rung.steps) for run in (x.ours, x.muon))
-        notes = [f"seed {x.ours.seed}"] * (x.ours.seed > 0) + ["split"] * (not rung.fused)
-        notes += ["rotary"] * rung.rotary + [rung.dtype] * (rung.dtype != "float32")
-        notes += [f"decay: K-FAC {x.ours.decay:g}, Muon {x.muon.decay:g}"] * x.comparison.decayed
+    for x in leads(store.curves()):
+        rung, seed, decayed, step, best = x.comparison
+        (ours, ahead), (muon, behind) = best["kfac"], best["muon"]
+        notes = [f"seed {seed}"] * (seed > 0) + rung.notes
+        notes += [f"decay: K-FAC {ours.decay:g}, Muon {muon.decay:g}"] * decayed
         sizes = (rung.width, rung.blocks, rung.context, rung.tokens, rung.steps)
-        rates = f"{x.muon.rate:g}, {x.muon.rate * x.muon.adam:.3g}"
+        rates = f"{muon.rate:g}, {muon.rate * muon.adam:.3g}"
         finished, number = x.neighbours
         print(
-            f"| {' | '.join(map(written, sizes))} | {', '.join(notes)} | {ours:.3f} | {muon:.3f} | {rates} "
+            f"| {' | '.join(map(written, sizes))} | {', '.join(notes)} "
+            f"| {value_at(ahead, step):.3f} | {value_at(behind, step):.3f} | {rates} "
             f"| {finished} of {number} | {x.nats:.3f} | {x.steps:.0f}, {x.steps / rung.steps:.0%} |"
         )
 
@@ -536,16 +540,14 @@ def plot(store: Store, figure: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    curves_of = store.curves()
-    found = [x for x in leads(curves_of) if x.ours.seed == 0 and not x.comparison.decayed]
-    widths = sorted({x.ours.rung.width for x in found})
+    found = [x for x in leads(store.curves()) if x.comparison.seed == 0 and not x.comparison.decayed]
+    widths = sorted({x.comparison.rung.width for x in found})
     picture, (nats, share, rank) = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
     for x in found:
-        rung = x.ours.rung
-        label = f"width {rung.width}, {rung.blocks} blocks, {rung.tokens:,} tokens"
-        label += f", context {rung.context:,}" * (rung.context != 128)
-        label += f", {rung.dtype}" * (rung.dtype != "float32") + ", split" * (not rung.fused)
-        label += ", rotary" * rung.rotary
+        rung = x.comparison.rung
+        sizes = [f"width {rung.width}", f"{rung.blocks} blocks", f"{rung.tokens:,} tokens"]
+        sizes += [f"context {rung.context:,}"] * (rung.context != 128)
+        label = ", ".join(sizes + rung.notes)
         with_table = {1024: "v", 2048: "o" if rung.fused else "^", 8192: "s"}
         with_rotary = "P" if rung.fused else "X"
         style = {
@@ -557,10 +559,10 @@ def plot(store: Store, figure: Path) -> None:
         known = {line.get_label() for line in nats.lines}
         nats.plot(rung.steps, x.nats, **style, label=None if label in known else label)
         share.plot(rung.steps, 100 * x.steps / rung.steps, **style)
-        for run, color in ((x.ours, "C0"), (x.muon, "C1")):
+        for method, color in (("kfac", "C0"), ("muon", "C1")):
             ranks = [
                 np.mean([facts["stable_rank"] for facts in row["kernels"].values()])
-                for row in curves_of[run]
+                for row in x.comparison.best[method][1]
                 if "kernels" in row
             ]
             rank.plot(rung.width, np.mean(ranks), "o", color=color)
